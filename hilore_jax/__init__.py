@@ -1,0 +1,15 @@
+"""Remat, compression and planning of what backward reads, for RL training of language models."""
+
+from hilore_jax.actions import Action as Action
+from hilore_jax.actions import Compress as Compress
+from hilore_jax.actions import Offload as Offload
+from hilore_jax.actions import Policy as Policy
+from hilore_jax.actions import Recompute as Recompute
+from hilore_jax.actions import Store as Store
+from hilore_jax.compiler import compiler_options as compiler_options
+from hilore_jax.explain import Explanation as Explanation
+from hilore_jax.explain import explain as explain
+from hilore_jax.remat import disabled as disabled
+from hilore_jax.remat import remat as remat
+from hilore_jax.segments import scan_blocks as scan_blocks
+from hilore_jax.spelling import parse_policy as parse_policy

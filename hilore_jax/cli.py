@@ -1,0 +1,143 @@
+"""The `hilore` command: each subcommand imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+COMMANDS = {
+    "train": "GRPO on a verifiable task, each update under a remat policy",
+    "demo": "three updates of SmolLM2 under GC and under a compressed policy, compared",
+    "explain": "what a policy saves and recomputes in one block of a model",
+    "bench": "memory and speed against jax.checkpoint and plain code",
+    "doctor": "versions, devices, and which extras are installed",
+}
+_USAGE = "usage: hilore COMMAND [options]\n\ncommands:\n" + "".join(
+    f"  {name:<10}{text}\n" for name, text in COMMANDS.items()
+)
+_HELP = _USAGE + "\n`hilore COMMAND --help` lists a command's options.\n"
+# Faults of the input: the message says all, a traceback would hide it.
+_EXPECTED = (ValueError, ImportError, FileNotFoundError, FloatingPointError)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainConfig:
+    """What a policy saves and recomputes in one block of a model, without its weights."""
+
+    policy: str = "gc"
+    """`gc`, `store`, a JSON file, or pairs such as `mlp_gate=int8,attn_out=store`."""
+    model: str = "smollm2-135m"
+    """A family by name, such as `qwen2.5-3b`."""
+    rows: int = 1
+    """Sequences."""
+    seq: int = 512
+    """Tokens a sequence."""
+    dtype: str = "bfloat16"
+    """Compute and storage dtype."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters; 0 for none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorConfig:
+    """Versions, devices, and which extras are installed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: arguments after the program's name; the process's when None.
+
+    Returns:
+        Exit status: 0 done, 2 wrong input, 130 interrupted (and resumable).
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_HELP, end="")
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        print(f"hilore: unknown command {argv[0]!r}\n\n{_HELP}", end="", file=sys.stderr)
+        return 2
+    run: Callable[[Sequence[str]], int | None] = globals()[f"_{argv[0]}"]
+    try:
+        return run(argv[1:]) or 0
+    except _EXPECTED as error:
+        print(f"hilore {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"hilore {argv[0]}: stopped at once", file=sys.stderr)
+        return 130
+
+
+def _parse(kind: type, command: str, argv: Sequence[str]) -> Any:
+    import tyro
+
+    return tyro.cli(kind, args=list(argv), prog=f"hilore {command}")
+
+
+def _train(argv: Sequence[str]) -> int:
+    from hilore_jax.training.config import TrainConfig, check
+
+    config = _parse(TrainConfig, "train", argv)
+    check(config)
+    from hilore_jax.training.trainer import train
+
+    run = train(config)
+    if run.interrupted:
+        print(f"stopped; a checkpoint is in {config.run_dir}. Go on with the same command and")
+        print(f"  hilore train --run-dir {config.run_dir} --resume")
+        return 130
+    return 0
+
+
+def _demo(argv: Sequence[str]) -> int:
+    from hilore_jax.training.demo import DemoConfig, run_demo
+
+    return run_demo(_parse(DemoConfig, "demo", argv))
+
+
+def _bench(argv: Sequence[str]) -> int | None:
+    return importlib.import_module("hilore_jax.report.bench").main(list(argv))
+
+
+def _explain(argv: Sequence[str]) -> None:
+    config = _parse(ExplainConfig, "explain", argv)
+    from hilore_jax.spelling import parse_policy
+    from hilore_jax.explain import explain
+    from hilore_jax.models.config import LoraConfig
+    from hilore_jax.models.shapes import family
+    from hilore_jax.training.report import block_and_arguments
+
+    lora = LoraConfig(rank=config.lora_rank) if config.lora_rank else None
+    shape = family(config.model, dtype=config.dtype, param_dtype=config.dtype, lora=lora)
+    block, arguments = block_and_arguments(shape, config.rows, config.seq)
+    print(explain(parse_policy(config.policy), block, *arguments))
+
+
+def _doctor(argv: Sequence[str]) -> None:
+    _parse(DoctorConfig, "doctor", argv)
+    import jax
+
+    from hilore_jax.training.trainer import versions
+
+    for name, value in versions().items():
+        print(f"{name:<18}{value}")
+    for device in jax.devices():
+        print(f"{'':<18}{device} {sorted(m.kind for m in device.addressable_memories())}")
+    for extra, modules in _EXTRAS.items():
+        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+        state = f'missing {missing}: pip install "hilore_jax[{extra}]"' if missing else "installed"
+        print(f"[{extra}]".ljust(18) + state)
+
+
+_EXTRAS = {
+    "tasks": ("reasoning_gym",),
+    "gguf": ("gguf",),
+    "plots": ("matplotlib",),
+    "reference": ("torch", "transformers"),
+    "triton": ("triton",),
+}

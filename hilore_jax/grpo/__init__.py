@@ -1,0 +1,19 @@
+"""GRPO as small functions over arrays: advantages, loss and coefficients, exposure, log-probs."""
+
+from hilore_jax.grpo.advantages import group_advantages as group_advantages
+from hilore_jax.grpo.advantages import group_rewards as group_rewards
+from hilore_jax.grpo.exposure import exposure as exposure
+from hilore_jax.grpo.logprobs import token_logprobs as token_logprobs
+from hilore_jax.grpo.objective import loss_and_coefficients as loss_and_coefficients
+from hilore_jax.grpo.ratio_metrics import RatioMetrics as RatioMetrics
+from hilore_jax.grpo.ratio_metrics import ratio_metrics as ratio_metrics
+
+__all__ = [
+    "RatioMetrics",
+    "exposure",
+    "group_advantages",
+    "group_rewards",
+    "loss_and_coefficients",
+    "ratio_metrics",
+    "token_logprobs",
+]

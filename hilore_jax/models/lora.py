@@ -1,0 +1,79 @@
+"""Low-rank adapters on the linear maps of a block."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from hilore_jax.models.config import DecoderConfig
+from hilore_jax.models.linear import Dense
+
+
+class LoraDense(Dense):
+    """`y = x W + b + (alpha / rank) (x A) B` (Hu et al. 2021, arXiv 2106.09685).
+
+    A is normal with variance 1 / in and B is zero, so the map starts as the base map. Both are
+    `nnx.LoRAParam` in float32 and are computed in the dtype of x.
+
+    Args:
+        name: which linear map of the block, from `config.LINEARS`.
+        config: shapes and `config.lora`, which must not be None.
+        rngs: source of the initial weights.
+
+    Example:
+        >>> from hilore_jax.models.config import LoraConfig
+        >>> config = DecoderConfig(
+        ...     vocab_size=8,
+        ...     d_model=4,
+        ...     d_ff=6,
+        ...     n_layers=1,
+        ...     n_heads=1,
+        ...     n_kv_heads=1,
+        ...     head_dim=4,
+        ...     lora=LoraConfig(rank=2),
+        ... )
+        >>> LoraDense("up_proj", config, rngs=nnx.Rngs(0)).lora_b.shape
+        (2, 6)
+    """
+
+    def __init__(self, name: str, config: DecoderConfig, *, rngs: nnx.Rngs):
+        super().__init__(name, config, rngs=rngs)
+        if config.lora is None:
+            raise ValueError(f"LoraDense {name!r} needs config.lora, found None")
+        d_in, d_out = config.linear_shape(name)
+        a = jax.random.normal(rngs.params(), (d_in, config.lora.rank), jnp.float32)
+        self.lora_a = nnx.LoRAParam(a * d_in**-0.5)
+        self.lora_b = nnx.LoRAParam(jnp.zeros((config.lora.rank, d_out), jnp.float32))
+        self.scale = config.lora.scale
+
+    def __call__(self, x: Float[Array, "*rows d_in"]) -> Float[Array, "*rows d_out"]:
+        """Applies the base map and the adapter to the last axis of x."""
+        a, b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
+        return super().__call__(x) + ((x @ a) @ b) * self.scale
+
+    def delta(self) -> Float[Array, "*blocks d_in d_out"]:
+        """The adapter as a dense matrix, `(alpha / rank) A B`, float32 (stacked if the map is)."""
+        product = jnp.matmul(self.lora_a[...], self.lora_b[...], precision="highest")
+        return product * self.scale
+
+
+def dense_or_lora(name: str, config: DecoderConfig, *, rngs: nnx.Rngs) -> Dense:
+    """The default linear factory: an adapter where `config.lora` targets the map, dense elsewhere.
+
+    Args:
+        name: which linear map of the block.
+        config: shapes and adapters.
+        rngs: source of the initial weights.
+
+    Returns:
+        A module `x [..., in] -> y [..., out]`.
+
+    Example:
+        >>> config = DecoderConfig(
+        ...     vocab_size=8, d_model=4, d_ff=6, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=4
+        ... )
+        >>> type(dense_or_lora("up_proj", config, rngs=nnx.Rngs(0))).__name__
+        'Dense'
+    """
+    adapted = config.lora is not None and name in config.lora.targets
+    return (LoraDense if adapted else Dense)(name, config, rngs=rngs)

@@ -1,0 +1,43 @@
+"""The one registry of activation names, from which policies, plans and reports derive."""
+
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+NAMES: tuple[str, ...] = (
+    "block_in",
+    "attn_norm",
+    "q",
+    "k",
+    "v",
+    "attn_out",
+    "attn_lse",
+    "attn_residual",
+    "mlp_norm",
+    "mlp_gate",
+    "mlp_up",
+    "mlp_act",
+)
+"""Activations that a decoder block names, in the order in which its forward computes them."""
+
+
+def named(x: Float[Array, "..."], name: str) -> Float[Array, "..."]:
+    """Names an activation, so that a policy can say what backward reads in its place.
+
+    Args:
+        x: the activation, any shape.
+        name: one of `NAMES`.
+
+    Returns:
+        `x`, unchanged.
+
+    Raises:
+        ValueError: `name` is not in the registry.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> named(jnp.ones(2), "mlp_act").tolist()
+        [1.0, 1.0]
+    """
+    if name not in NAMES:
+        raise ValueError(f"activation name {name!r} is not in the registry: {', '.join(NAMES)}")
+    return checkpoint_name(x, name)

@@ -1,0 +1,267 @@
+"""`remat`: carry out a policy on a block of a model.
+
+Store, Recompute and Offload lower to `jax.checkpoint` with names; a policy that compresses lowers
+to the block's own derivative rule (`replay.py`).
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+
+from hilore_jax import modules, replay, tracing
+from hilore_jax.actions import Compress, Offload, Policy
+
+_DISABLED = jax.make_user_context(default_value=False)
+_F = TypeVar("_F")
+# In these, a name's value exists once per iteration or branch: no single array can be kept.
+_CONTROL_FLOW = ("scan", "while", "cond")
+
+
+def disabled() -> contextlib.AbstractContextManager:
+    """Context in which every policy is "store": blocks run as they were written.
+
+    For initialization, decoding and forward-mode differentiation. It is part of jax's trace
+    context, so a `jax.jit` function called inside and outside is traced for each.
+
+    Example:
+        >>> import jax, hilore_jax as hl
+        >>> f = hl.remat(hl.Policy({}))(lambda x: x * x)
+        >>> with hl.disabled():
+        ...     float(jax.jvp(f, (3.0,), (1.0,))[1])
+        6.0
+    """
+    return _DISABLED(True)
+
+
+def is_disabled() -> bool:
+    """Whether the caller is inside `hl.disabled()`."""
+    return bool(_DISABLED.value)
+
+
+def check_policy(policy: Any) -> Policy:
+    """Returns a usable policy, or says what was given instead.
+
+    Raises:
+        TypeError: not a `Policy`.
+        RuntimeError: jax's experimental `jax_remat3` engine is on.
+    """
+    if not isinstance(policy, Policy):
+        if callable(policy):
+            found = f"{getattr(policy, '__name__', policy)!r}, a function"
+        else:
+            found = f"{policy!r}, a {type(policy).__name__}"
+        raise TypeError(
+            f"hl.remat takes an hl.Policy, found {found}. Accepted: hl.Policy({{}}) to recompute "
+            'everything, hl.Policy({"mlp_gate": hl.Compress("int8"), "attn_out": hl.Store()}) by '
+            "name, hl.Policy(default=hl.Store()) for no rematerialization."
+        )
+    if tracing.remat3_enabled():
+        raise RuntimeError(
+            "jax_remat3 is on: that engine drops name policies silently in "
+            f"jax {jax.__version__} and is not supported. Switch it off with "
+            "jax.config.update('jax_remat3', False)."
+        )
+    return policy
+
+
+def check_names(policy: Policy, traced: tracing.Traced) -> None:
+    """Refuses a policy that the traced block cannot honour.
+
+    Raises:
+        ValueError: a listed name does not occur, or a compressed one is inside a loop or branch.
+        TypeError: a compressed name is not floating point.
+    """
+    found = list(tracing.sites(traced.jaxpr))
+    seen = sorted({site.name for site in found})
+    missing = [name for name in policy if name not in seen]
+    if missing:
+        raise ValueError(
+            f"policy names {missing} not found in the block; names seen in its trace: {seen}. "
+            "Name a value with jax.ad_checkpoint.checkpoint_name(value, name)."
+        )
+    if not policy.names(Compress):
+        return
+    for site in found:
+        action = policy[site.name]
+        if not isinstance(action, Compress) and (not site.inside or site.name not in policy):
+            continue
+        if site.inside:
+            kind = "a loop or branch body" if site.inside in _CONTROL_FLOW else "an inner call"
+            raise ValueError(
+                f"{site.name!r} is named inside {kind} ({site.inside}), where {action} cannot be "
+                "kept by a policy that compresses. Name the value outside of it, or put hl.remat "
+                "on the inner function."
+            )
+        if not np.issubdtype(site.dtype, np.floating) and not jax.numpy.issubdtype(
+            site.dtype, jax.numpy.floating
+        ):
+            raise TypeError(
+                f"{site.name!r} is {site.dtype}{list(site.shape)}: only floating-point "
+                "activations can be compressed; Store or Recompute it."
+            )
+
+
+def check_offload(policy: Policy) -> None:
+    """Refuses a memory kind that no local device has; jax itself would offload nothing.
+
+    Raises:
+        ValueError: names the kinds that the default device has.
+    """
+    for name in policy.names(Offload):
+        action = policy[name]
+        kinds = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
+        if isinstance(action, Offload) and action.memory_kind not in kinds:
+            raise ValueError(
+                f"policy[{name!r}] offloads to {action.memory_kind!r}, but the device "
+                f"{jax.local_devices()[0]} has only {kinds}."
+            )
+
+
+def apply_policy(policy: Policy, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Calls a pure `fn` of pytrees of arrays under a policy."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    traced = tracing.trace(fn, *args) if not kwargs else _trace_kwargs(fn, args, kwargs)
+    del tree
+    check_names(policy, traced)
+    if policy.names(Compress):
+        out = replay.apply(policy, traced, leaves)
+    else:
+        split = len(traced.closed.consts)
+
+        def block(*operands: Any) -> Sequence[Any]:
+            return jax.core.eval_jaxpr(traced.jaxpr, operands[:split], *operands[split:])
+
+        check_offload(policy)
+        kept = jax.checkpoint(block, policy=policy.checkpoint_policy())
+        out = kept(*traced.closed.consts, *leaves)
+    return jax.tree.unflatten(traced.out_tree, out)
+
+
+def _trace_kwargs(fn: Callable, args: Any, kwargs: Any) -> tracing.Traced:
+    traced = tracing.trace(lambda a, k: fn(*a, **k), args, kwargs)
+    return traced
+
+
+def remat(
+    policy: Policy | Any,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+) -> Callable[[_F], _F]:
+    """Decorator: backward of the block stores, compresses or recomputes each named activation.
+
+    Forward values are unchanged. Stored and recomputed values give exactly the gradient of the
+    undecorated block; compressed ones (HiLoRe's L) put the decoded value in place of the saved.
+
+    Args:
+        policy: actions by the names given with `jax.ad_checkpoint.checkpoint_name`.
+        static_argnums: positions of arguments that are not traced, as in `jax.jit`.
+        static_argnames: their names, as in `jax.jit`.
+
+    Returns:
+        A decorator for a function of any pytrees, a method of a Flax NNX module (in its class
+        body), an NNX module class, or an NNX module instance (a shallow copy that shares its
+        variables is returned; the original is left alone).
+
+    Raises:
+        TypeError: not a policy; at the call, an argument that cannot be traced.
+        ValueError: at the call, a name that the block does not have (lists those seen).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, hilore_jax as hl
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> @hl.remat(hl.Policy({"h": hl.Compress("int8")}))
+        ... def block(w, x):
+        ...     return jnp.tanh(checkpoint_name(x @ w, "h"))
+        >>> w, x = jnp.ones((4, 4)) / 8, jnp.ones((2, 4))
+        >>> jax.grad(lambda w: block(w, x).sum())(w).shape
+        (4, 4)
+    """
+    check_policy(policy)
+    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+
+    def decorate(fn: Any) -> Any:
+        if isinstance(fn, type | nnx.Module):
+            return modules.with_call(fn, decorate)
+        if not callable(fn):
+            raise TypeError(f"hl.remat(policy) decorates a function or NNX module, found {fn!r}.")
+        owner = getattr(fn, "__self__", None)
+        if isinstance(owner, nnx.Module):
+            inner = decorate(fn.__func__)  # pyright: ignore[reportFunctionMemberAccess]
+            return modules.bound(inner, owner)
+        parameters = _parameters(fn)
+        static = set(names) | {parameters[n] for n in numbers if -len(parameters) <= n < len(parameters)}
+
+        @functools.wraps(fn)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if policy.keeps_everything or is_disabled():
+                return fn(*args, **kwargs)
+            check_policy(policy)
+            fixed = {
+                i: a
+                for i, a in enumerate(args)
+                if i in numbers or i - len(args) in numbers or parameters[i : i + 1] and parameters[i] in static
+            }
+            fixed_kwargs = {k: v for k, v in kwargs.items() if k in static}
+            moving = tuple(a for i, a in enumerate(args) if i not in fixed)
+            moving_kwargs = {k: v for k, v in kwargs.items() if k not in fixed_kwargs}
+            _check_arguments(fn, parameters, args, kwargs, fixed, fixed_kwargs)
+
+            def call(*moving: Any, **moving_kwargs: Any) -> Any:
+                rest = iter(moving)
+                full = [fixed[i] if i in fixed else next(rest) for i in range(len(args))]
+                return fn(*full, **fixed_kwargs, **moving_kwargs)
+
+            try:
+                return modules.lifted(functools.partial(apply_policy, policy), call)(
+                    *moving, **moving_kwargs
+                )
+            except (jax.errors.ConcretizationTypeError, jax.errors.TracerBoolConversionError) as error:
+                error.add_note(
+                    f"hl.remat traces every argument of {_name(fn)}{parameters}; mark those that "
+                    "steer Python code with static_argnames=(...)."
+                )
+                raise
+
+        return wrapper
+
+    return decorate
+
+
+def _name(fn: Callable) -> str:
+    return getattr(fn, "__qualname__", repr(fn))
+
+
+def _parameters(fn: Callable) -> list[str]:
+    try:
+        return list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _check_arguments(
+    fn: Callable, parameters: list[str], args: Any, kwargs: Any, fixed: Any, fixed_kwargs: Any
+) -> None:
+    named = [
+        (parameters[i] if i < len(parameters) else f"argument {i}", a)
+        for i, a in enumerate(args)
+        if i not in fixed
+    ]
+    named += [(k, v) for k, v in kwargs.items() if k not in fixed_kwargs]
+    for name, value in named:
+        for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nnx.Module)):
+            if isinstance(leaf, nnx.Module | jax.Array | np.ndarray | np.generic | int | float):
+                continue
+            if isinstance(leaf, complex | bool) or hasattr(leaf, "aval") or hasattr(leaf, "shape"):
+                continue
+            raise TypeError(
+                f"{_name(fn)}: argument {name!r} holds {leaf!r} ({type(leaf).__name__}), which "
+                f"cannot be traced; pass static_argnames=({name!r},) to hl.remat."
+            )

@@ -1,0 +1,1 @@
+"""Training: tasks, rollouts, one pure actor update, and the loop around it."""

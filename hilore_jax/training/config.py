@@ -1,0 +1,149 @@
+"""The settings of `hilore train`, checked as a whole before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+from hilore_jax.actions import Policy
+from hilore_jax.spelling import parse_policy
+from hilore_jax.training.sampling import check_sampling
+from hilore_jax.training.tasks import parse_args
+
+# Settings that may change between a run and its continuation.
+_FREE = ("updates", "run_dir", "resume", "save_every", "keep_checkpoints", "quiet")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """GRPO on a verifiable task, each update under a remat policy."""
+
+    model: str = "smollm2-135m-instruct"
+    """Bundled model's name, Hugging Face folder, or GGUF file."""
+    task: str = "chain_sum"
+    """A reasoning-gym dataset, or the built-in `copy` or `count`."""
+    task_args: str = ""
+    """The task's arguments, `key=value` pairs separated by commas."""
+    policy: str = "gc"
+    """`gc`, `store`, a JSON file, or pairs such as `mlp_gate=int8,attn_out=store`."""
+    prompts: int = 4
+    """Prompts an update."""
+    group: int = 8
+    """Completions a prompt (G), at least 2."""
+    prompt_length: int = 96
+    """Tokens kept for a prompt; a longer one is an error."""
+    completion_length: int = 32
+    """Longest completion, tokens."""
+    micro_rows: int = 8
+    """Rows (completions) of one microbatch; divides prompts x group."""
+    updates: int = 10
+    """Actor updates of the whole run."""
+    learning_rate: float = 1e-5
+    weight_decay: float = 0.0
+    lora_rank: int = 16
+    """Rank of the LoRA adapters; 0 trains every parameter."""
+    lora_alpha: float = 32.0
+    beta: float = 0.0
+    """Weight of the K3 term against the reference model; 0 keeps no reference."""
+    clip: float = 0.2
+    """Epsilon of the probability ratio's clipping."""
+    max_grad_norm: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """Nucleus mass of the rollouts; 1 keeps every token."""
+    top_k: int = 0
+    """Most likely tokens kept in the rollouts; 0 keeps every token."""
+    old_logps: Literal["score", "rollout"] = "score"
+    """Old log-probs: a learner forward, or those of the rollout (one forward less)."""
+    format_reward: float = 0.0
+    """Added to the reward of a completion that holds an <answer> tag."""
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype."""
+    run_dir: str = "runs/latest"
+    """Folder of config.json, versions.json, metrics.jsonl and checkpoints."""
+    resume: bool = False
+    """Continue the run in run_dir from its newest readable checkpoint."""
+    save_every: int = 50
+    """Updates between checkpoints; 0 writes one only at the end or at an interruption."""
+    keep_checkpoints: int = 2
+    quiet: bool = False
+    """No console output."""
+
+    @property
+    def rows(self) -> int:
+        """Completions an update, prompts x group."""
+        return self.prompts * self.group
+
+    @property
+    def parsed_policy(self) -> Policy:
+        """The policy that `policy` spells."""
+        return parse_policy(self.policy)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The settings that a continued run must share with its beginning, plain JSON values."""
+        settings = {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
+        # A policy file's content counts, not its name.
+        return settings | {"policy": str(self.parsed_policy)}
+
+
+def faults(config: TrainConfig) -> list[str]:
+    """Everything that is wrong with the settings, one sentence each.
+
+    Example:
+        >>> faults(TrainConfig(group=1, micro_rows=4))
+        ['group must be >= 2 (GRPO compares the completions of one prompt), found 1']
+    """
+    found = []
+    at_least = dict.fromkeys(
+        "prompts prompt_length completion_length micro_rows updates keep_checkpoints".split(), 1
+    )
+    at_least |= dict.fromkeys("lora_rank save_every seed".split(), 0)
+    for name, least in at_least.items():
+        if getattr(config, name) < least:
+            found.append(f"{name} must be >= {least}, found {getattr(config, name)}")
+    if config.group < 2:
+        found.append(
+            "group must be >= 2 (GRPO compares the completions of one prompt), "
+            f"found {config.group}"
+        )
+    for name in ("learning_rate", "clip", "max_grad_norm", "lora_alpha"):
+        if not 0 < getattr(config, name) < float("inf"):
+            found.append(f"{name} must be finite and > 0, found {getattr(config, name)}")
+    for name in ("beta", "weight_decay", "format_reward"):
+        if not 0 <= getattr(config, name) < float("inf"):
+            found.append(f"{name} must be finite and >= 0, found {getattr(config, name)}")
+    found += check_sampling(config.temperature, config.top_k, config.top_p)
+    if config.micro_rows > 0 and config.rows > 0 and config.rows % config.micro_rows:
+        legal = [n for n in range(1, config.rows + 1) if config.rows % n == 0]
+        found.append(
+            f"micro_rows must divide prompts x group = {config.prompts} x {config.group} = "
+            f"{config.rows} rows, found {config.micro_rows}; legal values are {legal}"
+        )
+    for name, parse in (("policy", parse_policy), ("task_args", parse_args)):
+        try:
+            parse(getattr(config, name))
+        except (ValueError, TypeError, OSError) as error:
+            found.append(f"{name}: {error}")
+    run_dir = Path(config.run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        found.append(f"run_dir {config.run_dir!r} is a file, expected a folder")
+    elif (run_dir / "metrics.jsonl").exists() and not config.resume:
+        found.append(
+            f"run_dir {config.run_dir!r} already holds a run; pass --resume to continue it, or "
+            "name another folder"
+        )
+    elif config.resume and not run_dir.is_dir():
+        found.append(f"nothing to resume: run_dir {config.run_dir!r} does not exist")
+    return found
+
+
+def check(config: TrainConfig) -> None:
+    """Raises one ValueError that lists every fault of the settings."""
+    found = faults(config)
+    if found:
+        raise ValueError(
+            f"{len(found)} fault{'s' * (len(found) > 1)} in the settings:\n"
+            + "\n".join(f"  - {fault}" for fault in found)
+        )

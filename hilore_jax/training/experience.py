@@ -1,0 +1,185 @@
+"""What an update learns from: prompts, sampled completions, rewards, and the batch made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from hilore_jax.models.decoder import Decoder
+from hilore_jax.training.rollout import generate
+from hilore_jax.training.step import Batch
+from hilore_jax.training.tasks import Item, Task, messages, reward
+
+
+@runtime_checkable
+class TextTokenizer(Protocol):
+    """What training needs of a tokenizer."""
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends a completion."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """The token that fills padding; may equal `eos_id`."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids."""
+        ...
+
+    def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt text of a conversation, up to where the assistant speaks."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Experience:
+    """Scored completions of one update; rows are prompt by prompt, `group` rows each."""
+
+    tokens: Int[np.ndarray, "rows seq"]
+    attention_mask: Bool[np.ndarray, "rows seq"]
+    completion_mask: Bool[np.ndarray, "rows completion"]
+    rollout_logps: Float[np.ndarray, "rows completion"]
+    rewards: Float[np.ndarray, "prompts group"]
+    texts: tuple[str, ...]
+    metrics: dict[str, float]
+
+
+def encode_prompts(
+    task: Task, items: Sequence[Item], tokenizer: TextTokenizer, length: int
+) -> tuple[Int[np.ndarray, "prompts seq"], Bool[np.ndarray, "prompts seq"]]:
+    """Prompts as left-padded token ids, and their mask.
+
+    Raises:
+        ValueError: a prompt is longer than `length`; names the item and the length it needs.
+    """
+    tokens = np.full((len(items), length), tokenizer.pad_id, np.int32)
+    mask = np.zeros((len(items), length), bool)
+    for row, item in enumerate(items):
+        ids = tokenizer.encode(tokenizer.apply_chat(messages(task, item)))
+        if not 0 < len(ids) <= length:
+            raise ValueError(
+                f"item {item.index} of task {task.name!r} has a prompt of {len(ids)} tokens, "
+                f"expected 1 to {length}; set prompt_length to at least {len(ids)}"
+            )
+        tokens[row, -len(ids) :] = ids
+        mask[row, -len(ids) :] = True
+    return tokens, mask
+
+
+def collect(
+    model: Decoder,
+    tokenizer: TextTokenizer,
+    task: Task,
+    indices: Sequence[int],
+    key: Key[Array, "..."],
+    *,
+    group: int,
+    prompt_length: int,
+    completion_length: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> Experience:
+    """Samples `group` completions for each question and scores them.
+
+    Args:
+        model: the current policy.
+        tokenizer: of that model.
+        task: where questions come from and how answers are scored.
+        indices: positions in the task's stream.
+        key: randomness of the sampling.
+        group: completions a prompt.
+        prompt_length: tokens, padding included.
+        completion_length: tokens.
+        temperature: sampling temperature.
+        top_p: nucleus mass.
+        top_k: tokens kept, 0 for all.
+
+    Returns:
+        The scored completions and TRL-named metrics about them.
+    """
+    items = [task.draw(index) for index in indices]
+    tokens, mask = encode_prompts(task, items, tokenizer, prompt_length)
+    tokens, mask = np.repeat(tokens, group, axis=0), np.repeat(mask, group, axis=0)
+    rollout = generate(
+        model,
+        tokens,
+        mask,
+        key,
+        max_new_tokens=completion_length,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        eos_id=tokenizer.eos_id,
+        pad_id=tokenizer.pad_id,
+    )
+    new, kept, logps, finished = jax.device_get(
+        (rollout.tokens, rollout.mask, rollout.logps, rollout.finished)
+    )
+    texts = tuple(tokenizer.decode(row[m].tolist()) for row, m in zip(new, kept, strict=True))
+    flat = [reward(task, items[row // group], text) for row, text in enumerate(texts)]
+    rewards = np.asarray(flat, np.float32).reshape(len(items), group)
+    lengths = kept.sum(axis=1)
+    return Experience(
+        tokens=np.concatenate([tokens, new], axis=1),
+        attention_mask=np.concatenate([mask, kept], axis=1),
+        completion_mask=kept,
+        rollout_logps=logps,
+        rewards=rewards,
+        texts=texts,
+        metrics={
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std(axis=1).mean()),
+            "frac_reward_zero_std": float(np.mean(rewards.max(axis=1) == rewards.min(axis=1))),
+            "completions/mean_length": float(lengths.mean()),
+            "completions/min_length": int(lengths.min()),
+            "completions/max_length": int(lengths.max()),
+            "completions/clipped_ratio": float(np.mean(~finished)),
+        },
+    )
+
+
+def micro(array: Any, micro_rows: int) -> Any:
+    """`[rows, ...]` cut into `[rows / micro_rows, micro_rows, ...]`."""
+    return array.reshape(-1, micro_rows, *array.shape[1:])
+
+
+def to_batch(
+    experience: Experience,
+    advantages: Float[Array | np.ndarray, "prompts group"],
+    logp_old: Float[Array | np.ndarray, "micro rows completion"],
+    logp_ref: Float[Array | np.ndarray, "micro rows completion"] | None,
+    micro_rows: int,
+) -> Batch:
+    """The batch of one update, in microbatches of `micro_rows` rows."""
+    return Batch(
+        tokens=jax.numpy.asarray(micro(experience.tokens, micro_rows)),
+        attention_mask=jax.numpy.asarray(micro(experience.attention_mask, micro_rows)),
+        completion_mask=jax.numpy.asarray(micro(experience.completion_mask, micro_rows)),
+        logp_old=jax.numpy.asarray(logp_old),
+        logp_ref=None if logp_ref is None else jax.numpy.asarray(logp_ref),
+        advantages=jax.numpy.asarray(micro(advantages.reshape(-1), micro_rows)),
+    )
+
+
+def logp_difference(
+    experience: Experience, logp: Float[np.ndarray, "micro rows completion"]
+) -> float:
+    """Mean |rollout - learner| log-prob over optimized tokens: is the sampler the policy?"""
+    gap = np.abs(
+        experience.rollout_logps - np.asarray(logp).reshape(experience.rollout_logps.shape)
+    )
+    count = max(int(experience.completion_mask.sum()), 1)
+    return float(np.sum(gap, where=experience.completion_mask) / count)
