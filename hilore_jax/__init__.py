@@ -1,5 +1,6 @@
 """Remat, compression and planning of what backward reads, for RL training of language models."""
 
+from hilore_jax import grpo as grpo
 from hilore_jax.actions import Action as Action
 from hilore_jax.actions import Compress as Compress
 from hilore_jax.actions import Offload as Offload

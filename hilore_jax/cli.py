@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,10 +107,10 @@ def _bench(argv: Sequence[str]) -> int | None:
 
 def _explain(argv: Sequence[str]) -> None:
     config = _parse(ExplainConfig, "explain", argv)
-    from hilore_jax.spelling import parse_policy
     from hilore_jax.explain import explain
     from hilore_jax.models.config import LoraConfig
     from hilore_jax.models.shapes import family
+    from hilore_jax.spelling import parse_policy
     from hilore_jax.training.report import block_and_arguments
 
     lora = LoraConfig(rank=config.lora_rank) if config.lora_rank else None

@@ -191,7 +191,7 @@ def encode(
     runs = _split(values, axis, width, tiles)
     # As infinities, since XLA's maximum on CPU passes over a NaN.
     magnitude = jnp.where(jnp.isnan(runs), jnp.inf, jnp.abs(runs))
-    # A product, as XLA makes of a division by a constant: the same under jit and outside. And
+    # A product, which XLA makes of a division by a constant anyway: so every backend agrees. And
     # reduce_precision, since XLA may skip a rounding to bfloat16 and back.
     scale = jnp.max(magnitude, axis=axis + 1, initial=0.0) * (1 / codec.limit)
     scale = jax.lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=7)

@@ -3,7 +3,7 @@
 import jax
 
 
-def compiler_options(target: str | None = None) -> dict[str, str]:
+def compiler_options(target: str | None = None) -> dict[str, str | bool]:
     """Options for `jax.jit(..., compiler_options=...)` and `lowered.compile(...)`.
 
     XLA's CPU pipeline has a pass, `cse_barrier_expander`, that deletes the barriers on which every

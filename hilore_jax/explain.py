@@ -115,7 +115,7 @@ def format_bytes(n: int) -> str:
     raise AssertionError("unreachable")
 
 
-def explain(policy: Policy, block_fn: Callable[..., Any], *args: Any) -> Explanation:
+def explain(policy: Policy | Any, block_fn: Callable[..., Any], *args: Any) -> Explanation:
     """Says what `hl.remat(policy)(block_fn)` keeps and recomputes, without running it.
 
     Every input is taken to be differentiated. FLOPs are those of matmuls (a multiply-add is two),
@@ -137,7 +137,9 @@ def explain(policy: Policy, block_fn: Callable[..., Any], *args: Any) -> Explana
         >>> from jax.ad_checkpoint import checkpoint_name
         >>> def block(w, x):
         ...     return jnp.sin(checkpoint_name(x @ w, "h"))
-        >>> e = explain(Policy({"h": Compress("int8")}), block, jnp.ones((8, 128)), jnp.ones((4, 8)))
+        >>> e = explain(
+        ...     Policy({"h": Compress("int8")}), block, jnp.ones((8, 128)), jnp.ones((4, 8))
+        ... )
         >>> e.rows[0].kept_bytes, e.rows[0].exact_bytes, e.recomputed.matmuls
         (520, 2048, 0)
     """

@@ -98,10 +98,9 @@ def bound(decorated: Callable, owner: Any) -> Callable:
             raise TypeError(
                 f"a remat'd bound method of {type(owner).__name__} was stored on the module: after "
                 "nnx.split and nnx.merge it would still call the old module, with zero gradients. "
-                "Decorate the method in the class body, or wrap the module: hl.remat(policy)(module)."
+                "Decorate the method in the class body, or wrap the module: "
+                "hl.remat(policy)(module)."
             )
         return decorated(owner, *args, **kwargs)
 
     return method
-
-

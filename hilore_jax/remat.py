@@ -6,19 +6,17 @@ to the block's own derivative rule (`replay.py`).
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from flax import nnx
 
-from hilore_jax import modules, replay, tracing
+from hilore_jax import arguments, modules, replay, tracing
 from hilore_jax.actions import Compress, Offload, Policy
 
 _DISABLED = jax.make_user_context(default_value=False)
-_F = TypeVar("_F")
 # In these, a name's value exists once per iteration or branch: no single array can be kept.
 _CONTROL_FLOW = ("scan", "while", "cond")
 
@@ -98,9 +96,7 @@ def check_names(policy: Policy, traced: tracing.Traced) -> None:
                 "kept by a policy that compresses. Name the value outside of it, or put hl.remat "
                 "on the inner function."
             )
-        if not np.issubdtype(site.dtype, np.floating) and not jax.numpy.issubdtype(
-            site.dtype, jax.numpy.floating
-        ):
+        if not jnp.issubdtype(site.dtype, jnp.floating):
             raise TypeError(
                 f"{site.name!r} is {site.dtype}{list(site.shape)}: only floating-point "
                 "activations can be compressed; Store or Recompute it."
@@ -124,28 +120,25 @@ def check_offload(policy: Policy) -> None:
 
 
 def apply_policy(policy: Policy, fn: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Calls a pure `fn` of pytrees of arrays under a policy."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    traced = tracing.trace(fn, *args) if not kwargs else _trace_kwargs(fn, args, kwargs)
-    del tree
+    """Calls a pure `fn` of pytrees of arrays under a policy; see `remat`."""
+    leaves = jax.tree.leaves((args, kwargs))
+    if kwargs:
+        traced = tracing.trace(lambda a, k: fn(*a, **k), args, kwargs)
+    else:
+        traced = tracing.trace(fn, *args)
     check_names(policy, traced)
     if policy.names(Compress):
         out = replay.apply(policy, traced, leaves)
     else:
+        check_offload(policy)
         split = len(traced.closed.consts)
 
         def block(*operands: Any) -> Sequence[Any]:
             return jax.core.eval_jaxpr(traced.jaxpr, operands[:split], *operands[split:])
 
-        check_offload(policy)
         kept = jax.checkpoint(block, policy=policy.checkpoint_policy())
         out = kept(*traced.closed.consts, *leaves)
     return jax.tree.unflatten(traced.out_tree, out)
-
-
-def _trace_kwargs(fn: Callable, args: Any, kwargs: Any) -> tracing.Traced:
-    traced = tracing.trace(lambda a, k: fn(*a, **k), args, kwargs)
-    return traced
 
 
 def remat(
@@ -153,7 +146,7 @@ def remat(
     *,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-) -> Callable[[_F], _F]:
+) -> Callable[[Any], Any]:
     """Decorator: backward of the block stores, compresses or recomputes each named activation.
 
     Forward values are unchanged. Stored and recomputed values give exactly the gradient of the
@@ -184,8 +177,6 @@ def remat(
         (4, 4)
     """
     check_policy(policy)
-    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
 
     def decorate(fn: Any) -> Any:
         if isinstance(fn, type | nnx.Module):
@@ -194,74 +185,19 @@ def remat(
             raise TypeError(f"hl.remat(policy) decorates a function or NNX module, found {fn!r}.")
         owner = getattr(fn, "__self__", None)
         if isinstance(owner, nnx.Module):
-            inner = decorate(fn.__func__)  # pyright: ignore[reportFunctionMemberAccess]
-            return modules.bound(inner, owner)
-        parameters = _parameters(fn)
-        static = set(names) | {parameters[n] for n in numbers if -len(parameters) <= n < len(parameters)}
+            return modules.bound(decorate(fn.__func__), owner)  # pyright: ignore[reportFunctionMemberAccess]
+        static = arguments.static_names(fn, static_argnums, static_argnames)
 
         @functools.wraps(fn)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if policy.keeps_everything or is_disabled():
                 return fn(*args, **kwargs)
             check_policy(policy)
-            fixed = {
-                i: a
-                for i, a in enumerate(args)
-                if i in numbers or i - len(args) in numbers or parameters[i : i + 1] and parameters[i] in static
-            }
-            fixed_kwargs = {k: v for k, v in kwargs.items() if k in static}
-            moving = tuple(a for i, a in enumerate(args) if i not in fixed)
-            moving_kwargs = {k: v for k, v in kwargs.items() if k not in fixed_kwargs}
-            _check_arguments(fn, parameters, args, kwargs, fixed, fixed_kwargs)
-
-            def call(*moving: Any, **moving_kwargs: Any) -> Any:
-                rest = iter(moving)
-                full = [fixed[i] if i in fixed else next(rest) for i in range(len(args))]
-                return fn(*full, **fixed_kwargs, **moving_kwargs)
-
-            try:
-                return modules.lifted(functools.partial(apply_policy, policy), call)(
-                    *moving, **moving_kwargs
-                )
-            except (jax.errors.ConcretizationTypeError, jax.errors.TracerBoolConversionError) as error:
-                error.add_note(
-                    f"hl.remat traces every argument of {_name(fn)}{parameters}; mark those that "
-                    "steer Python code with static_argnames=(...)."
-                )
-                raise
+            call, args, kwargs = arguments.bind_static(fn, static, args, kwargs)
+            with arguments.explained(fn):
+                lifted = modules.lifted(functools.partial(apply_policy, policy), call)
+                return lifted(*args, **kwargs)
 
         return wrapper
 
     return decorate
-
-
-def _name(fn: Callable) -> str:
-    return getattr(fn, "__qualname__", repr(fn))
-
-
-def _parameters(fn: Callable) -> list[str]:
-    try:
-        return list(inspect.signature(fn).parameters)
-    except (TypeError, ValueError):
-        return []
-
-
-def _check_arguments(
-    fn: Callable, parameters: list[str], args: Any, kwargs: Any, fixed: Any, fixed_kwargs: Any
-) -> None:
-    named = [
-        (parameters[i] if i < len(parameters) else f"argument {i}", a)
-        for i, a in enumerate(args)
-        if i not in fixed
-    ]
-    named += [(k, v) for k, v in kwargs.items() if k not in fixed_kwargs]
-    for name, value in named:
-        for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, nnx.Module)):
-            if isinstance(leaf, nnx.Module | jax.Array | np.ndarray | np.generic | int | float):
-                continue
-            if isinstance(leaf, complex | bool) or hasattr(leaf, "aval") or hasattr(leaf, "shape"):
-                continue
-            raise TypeError(
-                f"{_name(fn)}: argument {name!r} holds {leaf!r} ({type(leaf).__name__}), which "
-                f"cannot be traced; pass static_argnames=({name!r},) to hl.remat."
-            )

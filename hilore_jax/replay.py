@@ -220,7 +220,8 @@ def kept_bytes(policy: Policy, traced: tracing.Traced) -> list[int]:
     _, kept = jax.eval_shape(lambda *x: run_and_keep(policy, traced, x), *inputs)
     reads = iter(_backward_program(policy, traced, perturbed, kept, live).reads[len(inputs) :])
     return [
-        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(site) if next(reads)) for site in kept
+        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(site) if next(reads))
+        for site in kept
     ]
 
 
@@ -256,9 +257,7 @@ def apply(policy: Policy, traced: tracing.Traced, args: Sequence[Any]) -> list[A
     Returns:
         The block's flat outputs; differentiating them keeps `Residuals` only.
     """
-    differentiable = tuple(
-        jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in traced.jaxpr.outvars
-    )
+    differentiable = tuple(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in traced.jaxpr.outvars)
 
     def forward(*primals: Any) -> tuple[list[Any], Residuals]:
         operands = [p.value for p in primals]

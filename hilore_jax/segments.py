@@ -1,4 +1,4 @@
-"""`scan_blocks`: a stack of blocks, each under its own policy, in as few scans as policies allow."""
+"""`scan_blocks`: blocks in a row, each under its own policy, in as few scans as that allows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

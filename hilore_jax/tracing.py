@@ -29,7 +29,9 @@ except (ImportError, AttributeError) as error:  # pragma: no cover - a jax we ha
 _CHOICES = frozenset({"sort", "argmax", "argmin", "top_k", "approx_top_k"})
 _MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 # Calls whose inside is unknown here (Triton, cuDNN, foreign functions): never replayed for free.
-_OPAQUE = frozenset({"pallas_call", "triton_kernel_call", "ffi_call", "custom_call"})
+_OPAQUE = frozenset(
+    {"pallas_call", "triton_kernel_call", "ffi_call", "dot_product_attention_fwd_wrapper"}
+)
 
 
 class Site(NamedTuple):
@@ -200,7 +202,7 @@ def live_work(fn: Callable, *args: Any) -> Work:
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Evaluates one equation on values, under its own mesh, name stack and source lines."""
+    """Evaluates one equation, under its own mesh, name stack and source lines."""
     params = eqn.primitive.get_bind_params(eqn.params)
     functions: Sequence[Any] = ()
     if isinstance(params, tuple):  # jax before and after call primitives lost their functions
@@ -260,3 +262,39 @@ def saved_residuals(fn: Callable, *args: Any) -> list[Residual]:
         size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
         found.append(Residual(tuple(aval.shape), str(aval.dtype), size, origin))
     return found
+
+
+def cudnn_attention_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    d_out: jax.Array,
+    lse: jax.Array,
+    bias: jax.Array | None,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """CuDNN's causal attention backward kernel, which jax offers only inside its own rule.
+
+    `[batch, seq, heads, head_dim]` in 16 bits; `lse` float32 `[batch, heads, seq]`; `bias` additive
+    scores `[batch, 1, seq, seq]` without a gradient. Returns the gradients of q, k and v.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    empty = jax.numpy.zeros(0, q.dtype)
+    residuals = (q, k, v, empty if bias is None else bias, *([empty] * 6), lse, out)
+    grads = fused._dot_product_attention_bwd_rule(
+        scale,
+        42,  # seed of a dropout that is off
+        0.0,
+        (bias is not None, False),
+        fused.MaskType.CAUSAL,
+        fused.AttentionLayout.BTNH.value,
+        None,
+        fused.check_cudnn_version(),
+        True,
+        residuals,
+        (d_out, None),
+    )
+    return tuple(grads[:3])

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis.extra import numpy as hnp
+from jax.ad_checkpoint import checkpoint_name
 
 import hilore_jax as hl
 from hilore_jax import codecs
@@ -22,8 +23,8 @@ LIMITS = {"int8": 127, "int4": 7, "fp8_e4m3": 448, "fp8_e5m2": 57344}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 TINY = float(np.finfo(np.float32).tiny)  # bfloat16's smallest normal number as well
 
-# (shape, axis, tile, dtype): odd last tiles, tiles of one value and wider than the axis, whole axes.
-# Few, because each is compiled once for a codec and then serves every example.
+# (shape, axis, tile, dtype): odd last tiles, tiles of one value or wider than the axis, whole axes;
+# few, because each is compiled once for a codec and then serves every example.
 LAYOUTS = (
     ((13,), 0, 5, "float32"),
     ((3, 7), -1, None, "float32"),
@@ -88,7 +89,7 @@ def both(x, codec, axis=-1, tile=128):
     return encoded, codecs.decode(encoded, codec, x.shape, x.dtype, axis=axis, tile=tile)
 
 
-def round_trip(x, codec, axis=-1, tile=128):
+def round_trip(x, codec, axis=-1, tile: int | None = 128):
     return np.asarray(both(x, codec, axis=axis, tile=tile)[1])
 
 
@@ -109,7 +110,7 @@ def activations(draw):
     shape, axis, tile, name = draw(st.sampled_from(LAYOUTS))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     top = float(ml_dtypes.finfo(DTYPES[name]).max)
-    units = np.array([0.0, 1.0, 1e-38, 1e-40, 1e-7, 1e38, 65504.0, top])
+    units = [0.0, 1.0, 1e-38, 1e-40, 1e-7, 1e38, 65504.0, top]
     unit = rng.choice(units, shape) if draw(st.booleans()) else draw(st.sampled_from(units))
     x = np.clip(rng.uniform(-1, 1, shape) * unit, -top, top)
     if draw(st.booleans()):
@@ -331,19 +332,11 @@ def test_under_vmap_the_axis_is_each_examples(codec, axis):
 @pytest.mark.parametrize("codec", CODECS)
 @examples
 @hypothesis.given(case=activations())
-def test_a_second_round_trip_changes_at_most_the_last_step(codec, case):
-    """The decoded maximum may round its scale to the neighbour; nothing drifts further."""
+def test_a_second_round_trip_changes_nothing(codec, case):
     x, axis, tile = case
     hypothesis.assume(x.dtype == np.float32 and np.abs(x).max() < 1e37)
     once = round_trip(x, codec, axis, tile)
-    twice = round_trip(once, codec, axis, tile)
-    _, scales = reference(once, codec, axis, tile)
-    runs = tiles_of(x.shape[axis], tile)
-    step = np.repeat(scales, [run.stop - run.start for run in runs], axis=axis)
-    step = np.where(np.abs(once) < LIMITS[codec] * TINY, 2 * LIMITS[codec] * TINY, step)
-    relative = {"fp8_e4m3": 2.0**-4, "fp8_e5m2": 2.0**-3}.get(codec, 0.0)
-    bound = np.maximum(step / 2, relative * np.abs(once)) * 1.01
-    assert (np.abs(twice.astype(np.float64) - once) <= bound).all()
+    np.testing.assert_array_equal(flush(round_trip(once, codec, axis, tile)), flush(once))
 
 
 @pytest.mark.parametrize("codec", FLOAT8)
@@ -354,7 +347,7 @@ def test_a_second_direct_cast_changes_nothing(codec):
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("scale", [1.0, 3e4, 1e-6])
+@pytest.mark.parametrize("scale", [1.0, 3e4, 1e-3])
 def test_relative_error_is_the_ratio_of_norms(codec, name, scale):
     x = (np.random.default_rng(6).normal(size=(4, 33)) * scale / 4).astype(DTYPES[name])
     decoded = round_trip(x, codec, tile=8).astype(np.float64)
@@ -439,7 +432,7 @@ def test_a_users_own_codec():
     @jax.jit
     def loss(x):
         def block(x):
-            return jnp.sum(jnp.sin(jax.ad_checkpoint.checkpoint_name(x * 2, "h")))
+            return jnp.sum(jnp.sin(checkpoint_name(x * 2, "h")))
 
         return hl.remat(hl.Policy({"h": hl.Compress(six)}))(block)(x)
 

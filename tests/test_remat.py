@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blocks import D, F, decoder, inputs, mlp, mlp_by_hand, params, relative
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import hilore_jax as hl
+from blocks import D, F, decoder, inputs, mlp, mlp_by_hand, params, relative
 from hilore_jax import codecs, tracing
 from hilore_jax.remat import is_disabled
 
@@ -271,10 +271,10 @@ def test_randomness_is_replayed_not_redrawn():
 
     p, x, key = params(), inputs(), jax.random.key(7)
     want = jax.grad(lambda p: noisy(p, x, key).sum())(p)
+    raw = jax.random.key_data(key)
     for policy, bound in ((GC, 1e-6), (hl.Policy({"gate": hl.Compress("int8")}), 0.02)):
         block = hl.remat(policy)(noisy)
         assert relative(jax.grad(lambda p, b=block: b(p, x, key).sum())(p), want) < bound
-        raw = jax.random.key_data(key)
         by_data = lambda p, x, k: noisy(p, x, jax.random.wrap_key_data(k))  # noqa: E731
         got = jax.grad(lambda p, b=hl.remat(policy)(by_data): b(p, x, raw).sum())(p)
         assert relative(got, want) < bound
@@ -342,7 +342,9 @@ def test_gradient_of_gradient():
     p, x = params(), inputs()
 
     def penalty(block):
-        return jax.grad(lambda p: jnp.sum(jax.grad(functools.partial(loss, block), 1)(p, x) ** 2))(p)
+        return jax.grad(lambda p: jnp.sum(jax.grad(functools.partial(loss, block), 1)(p, x) ** 2))(
+            p
+        )
 
     assert relative(penalty(hl.remat(GC)(mlp)), penalty(mlp)) < 1e-5
     assert relative(penalty(hl.remat(STORE_GATE_UP)(mlp)), penalty(mlp)) < 1e-5
@@ -471,7 +473,8 @@ def test_remat3_flag_is_read_from_jax():
 
 
 @pytest.mark.parametrize(
-    "static", [{"static_argnums": 2, "static_argnames": "scale"}, {"static_argnames": ("mode", "scale")}]
+    "static",
+    [{"static_argnums": 2, "static_argnames": "scale"}, {"static_argnames": ("mode", "scale")}],
 )
 @pytest.mark.parametrize("policy", [GC, INT8], ids=str)
 def test_static_arguments(policy, static):
@@ -501,6 +504,13 @@ def test_untraceable_and_steering_arguments_are_named():
         hl.remat(GC)(steers)(inputs(), True)
     assert "static_argnames" in "".join(error.value.__notes__)
     assert "train" in "".join(error.value.__notes__)
+
+
+def test_unknown_static_arguments_are_refused():
+    with pytest.raises(ValueError, match=r"\['mode'\] are not among those of mlp: \['p', 'x'\]"):
+        hl.remat(GC, static_argnames="mode")(mlp)
+    with pytest.raises(ValueError, match=r"\[2\] are not among"):
+        hl.remat(GC, static_argnums=2)(mlp)
 
 
 def test_policies_do_not_retrace_and_are_static_arguments():

@@ -1,12 +1,15 @@
 """`hl.scan_blocks`: equal to a Python loop, in as few scans as policies allow."""
 
+import itertools
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from blocks import D, inputs, mlp, params, relative
 
 import hilore_jax as hl
+from blocks import D, inputs, mlp, params, relative
 from hilore_jax import tracing
 from hilore_jax.segments import segments
 
@@ -18,11 +21,9 @@ BLOCKS = [params(i) for i in range(5)]
 STACK = jax.tree.map(lambda *a: jnp.stack(a), *BLOCKS)
 
 
-def cut(*lengths):
-    starts = np.cumsum([0, *lengths])
-    return tuple(
-        jax.tree.map(lambda a: a[i:j], STACK) for i, j in zip(starts, starts[1:], strict=False)
-    )
+def cut(stack, lengths):
+    bounds = itertools.pairwise(np.cumsum([0, *lengths]))
+    return tuple(jax.tree.map(operator.itemgetter(slice(i, j)), stack) for i, j in bounds)
 
 
 def loop_loss(stack, x, policies):
@@ -67,7 +68,7 @@ def test_equals_a_loop_in_one_scan_a_segment(policies, count):
 def test_stacks_by_segment_are_neither_cut_nor_joined(lengths):
     x = inputs()
     policies = [INT8] * lengths[0] + [GC] * (5 - lengths[0])
-    stacks = cut(*lengths)
+    stacks = cut(STACK, lengths)
     jaxpr = jax.make_jaxpr(lambda s: scan_loss(s, x, policies))(stacks).jaxpr
     assert {e.primitive.name for e in jaxpr.eqns} == {"scan", "sin", "reduce_sum"}
     assert scans(lambda s: scan_loss(s, x, policies), stacks) == len(lengths)
@@ -78,7 +79,7 @@ def test_stacks_by_segment_are_neither_cut_nor_joined(lengths):
 def test_a_stack_that_spans_policies_is_cut_and_still_right():
     x = inputs()
     policies = [GC, INT8, INT8, STORE, STORE]
-    got = jax.grad(scan_loss, 1)(cut(2, 3), x, policies)
+    got = jax.grad(scan_loss, 1)(cut(STACK, (2, 3)), x, policies)
     assert relative(got, jax.grad(loop_loss, 1)(STACK, x, policies)) < 1e-6
 
 
@@ -135,9 +136,7 @@ def test_disabled_scans_the_plain_block():
 
 def _temp(stack, x, policies, argnums):
     options = hl.compiler_options()
-    lowered = jax.jit(
-        jax.grad(lambda s, x: scan_loss(s, x, policies), argnums)
-    ).lower(stack, x)
+    lowered = jax.jit(jax.grad(lambda s, x: scan_loss(s, x, policies), argnums)).lower(stack, x)
     return lowered.compile(compiler_options=options).memory_analysis().temp_size_in_bytes
 
 
@@ -149,11 +148,7 @@ def test_segments_of_equal_policy_do_not_copy_the_weights(argnums):
     x = inputs(shape=(2, 16, 64))
     one = _temp(stack, x, [STORE] * 6, argnums)
     for lengths in ((3, 3), (2, 2, 2), (1, 1, 1, 1, 2)):
-        starts = np.cumsum([0, *lengths])
-        parts = tuple(
-            jax.tree.map(lambda a: a[i:j], stack)  # noqa: B023
-            for i, j in zip(starts, starts[1:], strict=False)
-        )
+        parts = cut(stack, lengths)
         assert _temp(parts, x, [STORE] * 6, argnums) - one <= 0.02 * weights, lengths
 
 

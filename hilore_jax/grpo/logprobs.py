@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,26 @@ CHUNK_TOKENS = 128
 """Tokens whose logits exist at one time, where `chunk` does not say otherwise."""
 
 
+@overload
+def token_logprobs(
+    hidden: Float[Array | np.ndarray, "..."],
+    unembedding: Float[Array | np.ndarray, "..."],
+    targets: Shaped[Array | np.ndarray, "..."],
+    temperature: ArrayLike = 1.0,
+    *,
+    chunk: int | None = None,
+    entropy: Literal[False] = False,
+) -> Float[Array, "batch seq"]: ...
+@overload
+def token_logprobs(
+    hidden: Float[Array | np.ndarray, "..."],
+    unembedding: Float[Array | np.ndarray, "..."],
+    targets: Shaped[Array | np.ndarray, "..."],
+    temperature: ArrayLike = 1.0,
+    *,
+    chunk: int | None = None,
+    entropy: Literal[True],
+) -> tuple[Float[Array, "batch seq"], Float[Array, "batch seq"]]: ...
 def token_logprobs(
     hidden: Float[Array | np.ndarray, "..."],
     unembedding: Float[Array | np.ndarray, "..."],

@@ -142,7 +142,7 @@ def _named(tree: Any, *, abstract: bool = False) -> dict[str, Any]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named = {}
     for path, leaf in leaves:
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         if abstract:
             leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
@@ -153,7 +153,7 @@ def _named(tree: Any, *, abstract: bool = False) -> dict[str, Any]:
 def _unnamed(named: Mapping[str, Any], target: Any) -> Any:
     def pick(path, like):
         leaf = named[jax.tree_util.keystr(path, simple=True, separator=".")]
-        if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+        if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
         return leaf
 

@@ -33,11 +33,12 @@ class DemoConfig:
     policy: str = COMPRESSED
     """The policy to compare with GC."""
     updates: int = 3
-    prompts: int = 2
-    group: int = 8
-    prompt_length: int = 64
-    completion_length: int = 16
+    prompts: int = 4
+    group: int = 4
+    prompt_length: int = 56
+    completion_length: int = 24
     micro_rows: int = 8
+    temperature: float = 0.7
     lora_rank: int = 16
     learning_rate: float = 1e-4
     seed: int = 0

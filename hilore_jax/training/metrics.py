@@ -104,7 +104,12 @@ class Progress:
     """
 
     def __init__(
-        self, updates: int, done: int = 0, stream: TextIO | io.TextIOBase | None = None, *, quiet: bool = False
+        self,
+        updates: int,
+        done: int = 0,
+        stream: TextIO | io.TextIOBase | None = None,
+        *,
+        quiet: bool = False,
     ):
         self._stream = sys.stderr if stream is None else stream
         self._updates = updates

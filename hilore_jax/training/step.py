@@ -94,7 +94,7 @@ def check_batch(batch: Batch) -> None:
         raise ValueError(f"batch.tokens must be [micro, rows, seq], found {shapes['tokens']}")
     micro, rows, seq = shapes["tokens"]
     completion = shapes["completion_mask"][-1] if shapes["completion_mask"] else 0
-    expected = dict.fromkeys(shapes, (micro, rows, completion))
+    expected: dict[str, tuple[int, ...]] = dict.fromkeys(shapes, (micro, rows, completion))
     expected |= {"tokens": (micro, rows, seq), "attention_mask": (micro, rows, seq)}
     expected["advantages"] = (micro, rows)
     wrong = [

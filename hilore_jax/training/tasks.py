@@ -1,4 +1,4 @@
-"""Verifiable tasks: a question by index, a prompt for the model, and a reward for what it answered."""
+"""Verifiable tasks: a question by index, a prompt for it, a reward for what was answered."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class CharTokenizer:
         kept = [int(i) for i in ids if int(i) not in special]
         return "".join(self.characters[i] if i < self.vocab_size else "?" for i in kept)
 
-    def apply_chat(self, messages: Sequence[dict[str, str]]) -> str:
+    def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The messages' contents, one a line, and a final newline."""
         return "".join(f"{message['content']}\n" for message in messages)
 

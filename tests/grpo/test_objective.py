@@ -17,21 +17,21 @@ ratio_metrics: Any = hilore_jax.grpo.ratio_metrics
 EDGE = math.exp(20.0)
 
 
-def numpy_loss(logp, old, ref, advantages, mask, tokens, clip=0.2, beta=1e-3, clip_high=None):
+def numpy_loss(*arrays: Any, clip=0.2, beta=1e-3) -> float:
     """The definition in float64 loops; no code shared with the library."""
 
+    logp, old, ref, advantages, mask, tokens = arrays
     logp, old, advantages = (np.asarray(x, np.float64) for x in (logp, old, advantages))
     ref = None if ref is None else np.asarray(ref, np.float64)
 
     def e(x):
         return math.exp(x) if x <= 20 else EDGE * (1 + x - 20)
 
-    high = clip if clip_high is None else clip_high
     total = 0.0
     for i, j in zip(*np.nonzero(mask), strict=True):
         a = advantages[i] if np.ndim(advantages) == 1 else advantages[i, j]
         rho = e(logp[i, j] - old[i, j])
-        total -= min(rho * a, min(max(rho, 1 - clip), 1 + high) * a)
+        total -= min(rho * a, min(max(rho, 1 - clip), 1 + clip) * a)
         if ref is not None:
             total += beta * (e(ref[i, j] - logp[i, j]) - (ref[i, j] - logp[i, j]) - 1)
     return total / tokens
@@ -46,7 +46,7 @@ def plain_loss(logp, old, ref, advantages, mask, tokens, clip=0.2, beta=1e-3):
     return jnp.sum(jnp.where(mask, terms, 0.0)) / tokens
 
 
-def batch(seed, rows=4, seq=7):
+def batch(seed, rows=4, seq=7) -> list[Any]:
     """Clipped, unclipped and masked tokens, none within 1e-3 of a clip boundary."""
     rng = np.random.default_rng(seed)
     old = rng.uniform(-5, -1, (rows, seq))

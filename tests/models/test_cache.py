@@ -26,7 +26,9 @@ def make(seed=0, segments=None, **extra):
     return nnx.merge(graphdef, jax.tree.map(noise, state))
 
 
-@pytest.mark.parametrize(("family", "segments"), zip(FAMILIES, [(1, 2), None, (2, 1)], strict=True))
+@pytest.mark.parametrize(
+    ("family", "segments"), list(zip(FAMILIES, [(1, 2), None, (2, 1)], strict=True))
+)
 def test_decode_equals_the_forward_over_the_growing_sequence(family, segments):
     decoder = make(segments=segments, **FAMILIES[family])
     tokens = jax.random.randint(jax.random.key(2), (3, 9), 0, 31)

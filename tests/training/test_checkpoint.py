@@ -31,9 +31,15 @@ def assert_same(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype
-        if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def restored(folder, fingerprint=FINGERPRINT):
+    found = checkpoint.restore(folder, make_tree(), fingerprint)
+    assert found is not None
+    return found
 
 
 def save(folder, *steps, **options):
@@ -44,7 +50,7 @@ def save(folder, *steps, **options):
 
 def test_restores_the_newest_bit_for_bit(tmp_path):
     save(tmp_path, 1, 2)
-    tree, meta = checkpoint.restore(tmp_path, make_tree(), FINGERPRINT)
+    tree, meta = restored(tmp_path)
     assert_same(tree, make_tree(2))
     assert (meta["step"], meta["data_position"]) == (2, 6)
 
@@ -58,7 +64,7 @@ def test_keeps_the_newest_few_and_leaves_no_scratch(tmp_path):
 def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 1)
     checkpoint.save(tmp_path, 1, make_tree(7), {"fingerprint": FINGERPRINT})
-    tree, _ = checkpoint.restore(tmp_path, make_tree(), FINGERPRINT)
+    tree, _ = restored(tmp_path)
     assert_same(tree, make_tree(7))
 
 
@@ -76,7 +82,7 @@ def test_an_interrupted_save_is_invisible(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 2)
     monkeypatch.undo()
-    tree, _ = checkpoint.restore(tmp_path, make_tree(), FINGERPRINT)
+    tree, _ = restored(tmp_path)
     assert_same(tree, make_tree(1))
     save(tmp_path, 2)
     assert checkpoint.steps(tmp_path) == [1, 2]
@@ -101,7 +107,7 @@ def test_a_damaged_newest_is_skipped_with_a_message(tmp_path, damage, caplog):
     save(tmp_path, 1, 2)
     damage(tmp_path / "00000002")
     with caplog.at_level(logging.WARNING, "hilore_jax"):
-        tree, meta = checkpoint.restore(tmp_path, make_tree(), FINGERPRINT)
+        tree, meta = restored(tmp_path)
     assert "skipped the damaged checkpoint" in caplog.text and "00000002" in caplog.text
     assert meta["step"] == 1
     assert_same(tree, make_tree(1))

@@ -24,9 +24,14 @@ def test_each_line_is_on_disk_before_the_next(tmp_path):
 
 def test_an_error_inside_keeps_what_was_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with pytest.raises(RuntimeError), MetricsWriter(path) as writer:
-        writer.write({"step": 1})
-        raise RuntimeError
+
+    def interrupted():
+        with MetricsWriter(path) as writer:
+            writer.write({"step": 1})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert lines(path) == [{"step": 1}]
 
 

@@ -19,7 +19,8 @@ def prompts():
 
 def roll(model, prompts, seed=0, **options):
     options = {"max_new_tokens": NEW, "eos_id": EOS} | options
-    return generate(model, *prompts, jax.random.key(seed), **options)
+    tokens, mask = prompts
+    return generate(model, tokens, mask, jax.random.key(seed), **options)
 
 
 def test_greedy_equals_argmax_without_a_cache(tiny, prompts):
@@ -99,10 +100,10 @@ def test_a_row_does_not_depend_on_the_other_rows(tiny, prompts):
 
 def test_padding_does_not_change_a_row(tiny, prompts):
     model = tiny()
-    row = prompts[0][3:4, 1:], prompts[1][3:4, 1:]
-    assert row[1].all()
+    tokens, mask = prompts[0][3:4, 1:], prompts[1][3:4, 1:]
+    assert mask.all()
     keys = row_keys(jax.random.key(0), 4)[3:4]
-    short = generate(model, *row, keys, max_new_tokens=NEW, eos_id=EOS)
+    short = generate(model, tokens, mask, keys, max_new_tokens=NEW, eos_id=EOS)
     np.testing.assert_array_equal(short.tokens, roll(model, prompts).tokens[3:4])
 
 

@@ -113,7 +113,9 @@ def test_a_row_depends_on_its_own_key_only():
 def test_token_logp_is_untruncated_at_the_temperature(temperature):
     logits = random_logits(4, 3, 9)
     tokens = np.array([0, 4, 8])
-    expected = [np.log(softmax(row / temperature)[t]) for row, t in zip(logits, tokens, strict=True)]
+    expected = [
+        np.log(softmax(row / temperature)[t]) for row, t in zip(logits, tokens, strict=True)
+    ]
     found = token_logp(jnp.asarray(logits), jnp.asarray(tokens), temperature)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 

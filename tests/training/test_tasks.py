@@ -72,7 +72,7 @@ def test_a_scorer_that_raises_names_task_item_and_cause():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_score_that_is_not_finite_names_the_item(value):
     task = toy(lambda answer, item: value)
-    with pytest.raises(ValueError, match="item 2 .*finite"):
+    with pytest.raises(ValueError, match=r"item 2 .*finite"):
         reward(task, task.draw(2), "3")
 
 

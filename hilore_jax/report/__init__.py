@@ -1,0 +1,1 @@
+"""Tables, timings and benches of what the library claims."""

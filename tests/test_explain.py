@@ -1,0 +1,135 @@
+"""`hl.explain`: a table that agrees with what autodiff keeps and what the gradient computes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import hilore_jax as hl
+from blocks import D, F, inputs, mlp, params
+from hilore_jax import tracing
+from hilore_jax.explain import format_bytes
+
+X = inputs()
+P = params()
+FULL = 3 * 5 * F * 4  # bytes of gate, up or act
+GATE_FLOPS = 2 * 3 * 5 * D * F
+
+
+def rows(policy, block=mlp):
+    explanation = hl.explain(policy, block, P, X)
+    return explanation, {row.name: row for row in explanation.rows}
+
+
+@pytest.mark.newest
+def test_recompute_says_what_storing_each_name_would_spare():
+    explanation, by = rows(hl.Policy({}))
+    assert list(by) == ["norm", "gate", "up", "act"]
+    assert explanation.recomputed == tracing.Work(2, 2 * GATE_FLOPS)
+    assert by["gate"].recomputed == tracing.Work(1, GATE_FLOPS)
+    assert by["norm"].recomputed == by["act"].recomputed == tracing.Work(0, 0)
+    assert explanation.kept_bytes == 0
+    assert by["gate"].exact_bytes == FULL and by["gate"].shape == (3, 5, F)
+    assert explanation.input_bytes == 4 * (3 * D * F + 3 * 5 * D)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("codec", ["int8", "int4", "fp8_e4m3"])
+def test_bytes_are_those_that_autodiff_keeps(codec):
+    policy = hl.Policy({"gate": hl.Compress(codec), "up": hl.Store(), "act": hl.Compress(codec)})
+    explanation, by = rows(policy)
+    kept = tracing.saved_residuals(hl.remat(policy)(mlp), P, X)
+    assert explanation.kept_bytes == sum(r.nbytes for r in kept if "argument" not in r.origin)
+    payload = FULL // 8 if codec == "int4" else FULL // 4
+    assert by["gate"].kept_bytes == by["act"].kept_bytes == payload + 3 * 5 * 2
+    assert explanation.saved_bytes_by_action == {
+        "store": FULL,
+        "compress": 2 * (payload + 30),
+        "offload": 0,
+        "recompute": 0,
+    }
+    assert explanation.compression_savings == 2 * (FULL - payload - 30)
+    assert explanation.recomputed.matmuls == 0
+
+
+def test_elementwise_taint_is_listed():
+    explanation, by = rows(hl.Policy({"gate": hl.Compress(), "up": hl.Store()}))
+    assert [name for name, row in by.items() if row.tainted] == ["act"]
+    assert "tainted" in str(explanation)
+    _, by = rows(hl.Policy({"gate": hl.Compress(), "up": hl.Store(), "act": hl.Store()}))
+    assert not any(row.tainted for row in by.values())
+
+
+def test_matmuls_recomputed_to_stay_exact_are_counted():
+    def deep(p, x):
+        h = checkpoint_name(jnp.sin(x @ p["gate"]), "h")
+        return jnp.sin(checkpoint_name(h @ p["down"], "out"))
+
+    compressed = {"h": hl.Compress()}
+    careful = hl.explain(hl.Policy(compressed), deep, P, X)
+    loose = hl.explain(hl.Policy(compressed, tainted_matmuls=True), deep, P, X)
+    # `out` is recomputed; exactly, it needs the exact h, hence x @ gate again. (The sine's own
+    # derivative needs x @ gate in any case: h names its output, not its input.)
+    assert careful.recomputed.matmuls == loose.recomputed.matmuls == 2
+    named_input = hl.explain(
+        hl.Policy({"pre": hl.Compress()}),
+        lambda p, x: jnp.sin(jnp.sin(checkpoint_name(x @ p["gate"], "pre")) @ p["down"]),
+        P,
+        X,
+    )
+    assert named_input.recomputed.matmuls == 2
+    assert any("1 of the recomputed matmuls" in note for note in named_input.notes)
+
+
+def test_a_name_off_every_gradient_path_is_pointed_out():
+    def unused(p, x):
+        h = x @ p["gate"]
+        checkpoint_name(h, "ghost")
+        return jnp.sin(h)
+
+    for action in (hl.Store(), hl.Compress()):
+        explanation = hl.explain(hl.Policy({"ghost": action}), unused, P, X)
+        assert explanation.rows[0].kept_bytes == 0
+        assert any("'ghost' is not read by any gradient" in note for note in explanation.notes)
+
+
+def test_no_rematerialization_and_repeated_names():
+    explanation, _ = rows(hl.Policy(default=hl.Store()))
+    assert explanation.recomputed == tracing.Work(0, 0)
+
+    def twice(p, x):
+        y = checkpoint_name(jnp.sin(x) @ p["gate"], "h")
+        return jnp.sin(checkpoint_name(jnp.sin(y) @ p["down"], "h")) @ p["up"]
+
+    explanation = hl.explain(hl.Policy({"h": hl.Compress()}), twice, P, X)
+    assert explanation.rows[0].sites == 2 and "h x2" in str(explanation)
+    assert explanation.rows[0].kept_bytes == 15 * F + 15 * D + 2 * 30
+
+
+@pytest.mark.newest
+def test_table_and_abstract_arguments():
+    shapes = jax.eval_shape(lambda: (P, X))
+    policy = hl.Policy({"gate": hl.Compress("int8", axis=1, tile=32), "act": hl.Store()})
+    text = str(hl.explain(policy, mlp, *shapes))
+    assert text == str(hl.explain(policy, mlp, P, X))
+    lines = text.splitlines()
+    assert lines[0].split() == "name shape dtype action kept exact matmuls GFLOP".split()
+    assert lines[2].split()[:5] == ["gate", "3x5x12", "float32", "int8:axis=1:tile=32", "252"]
+    assert "backward recomputes 1 matmuls" in text
+
+
+def test_wrong_policies_are_refused():
+    with pytest.raises(ValueError, match=r"\['gaet'\] not found"):
+        hl.explain(hl.Policy({"gaet": hl.Store()}), mlp, P, X)
+    with pytest.raises(TypeError, match=r"takes an hl\.Policy"):
+        hl.explain("gc", mlp, P, X)
+
+
+def test_format_bytes():
+    assert [format_bytes(n) for n in (0, 1023, 1024, 3 << 20, 5 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.00 KiB",
+        "3.00 MiB",
+        "5120.00 GiB",
+    ]

@@ -1,0 +1,108 @@
+"""Reading jaxprs: names, dead code, matmuls and FLOPs, residuals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from blocks import inputs, mlp, params
+from hilore_jax import tracing
+
+pytestmark = pytest.mark.newest
+
+
+def named(x, name):
+    return checkpoint_name(jnp.sin(x), name)
+
+
+def test_sites_are_found_at_every_depth_with_what_is_around_them():
+    def f(x):
+        x = named(x, "top")
+        x = jax.jit(lambda y: named(y, "jit"))(x)
+        x, _ = jax.lax.scan(
+            lambda c, _: (jax.jit(named, static_argnums=1)(c, "scan"), None), x, None, 2
+        )
+        x = jax.lax.cond(x.sum() > 0, lambda y: named(y, "cond"), lambda y: y, x)
+        x = jax.lax.fori_loop(0, x.astype(int).sum(), lambda _, y: named(y, "while"), x)
+        return jax.checkpoint(lambda y: named(y, "checkpoint"))(x)
+
+    found = {s.name: s.inside for s in tracing.sites(tracing.trace(f, jnp.ones(3)).jaxpr)}
+    remat = found.pop("checkpoint")
+    assert remat in ("checkpoint", "remat2")
+    assert found == {"top": "", "jit": "", "scan": "scan", "cond": "cond", "while": "while"}
+
+
+@pytest.mark.parametrize(
+    ("equation", "left", "right"),
+    [
+        ("ij,jk->ik", (2, 3), (3, 5)),
+        ("bij,bkj->bik", (4, 2, 3), (4, 5, 3)),
+        ("i,i->", (7,), (7,)),
+        ("i,j->ij", (3,), (4,)),
+        ("abij,jc->abic", (2, 2, 3, 4), (4, 6)),
+    ],
+)
+def test_matmul_flops_are_two_a_multiply_add(equation, left, right):
+    sizes = dict(zip("".join(equation.split("->")[0].split(",")), (*left, *right), strict=True))
+    traced = tracing.trace(lambda a, b: jnp.einsum(equation, a, b), jnp.ones(left), jnp.ones(right))
+    got = tracing.work(traced.jaxpr)
+    assert got.flops == 2 * int(np.prod(list(sizes.values())))
+    assert got.matmuls == 1
+
+
+def test_convolution_flops():
+    x, w = jnp.ones((2, 3, 8)), jnp.ones((5, 3, 3))
+    traced = tracing.trace(lambda x, w: jax.lax.conv(x, w, (1,), "VALID"), x, w)
+    assert tracing.work(traced.jaxpr) == tracing.Work(1, 2 * (2 * 5 * 6) * 3 * 3)
+
+
+def test_loops_and_branches():
+    w = jnp.ones((4, 4))
+    scan = lambda x: jax.lax.scan(lambda c, _: (c @ w, None), x, None, length=7)[0]  # noqa: E731
+    assert tracing.work(tracing.trace(scan, w).jaxpr).matmuls == 7
+    branch = lambda x: jax.lax.cond(x.sum() > 0, lambda y: y @ w @ w, lambda y: y @ w, x)  # noqa: E731
+    assert tracing.work(tracing.trace(branch, w).jaxpr).matmuls == 2
+
+
+def test_dead_matmuls_are_not_counted():
+    w = jnp.ones((4, 4))
+
+    def f(x):
+        dead = jax.checkpoint(lambda y: y @ w @ w)(x)
+        return jax.jit(lambda y: (y @ w, dead @ w))(x)[0]
+
+    assert tracing.work(tracing.trace(f, w).jaxpr).matmuls == 4
+    assert tracing.live_work(f, w) == tracing.Work(1, 128)
+
+
+def test_heavy_and_choice():
+    w = jnp.ones((4, 4))
+
+    def first(f):
+        return tracing.trace(f, w).jaxpr.eqns[0]
+
+    assert tracing.is_heavy(first(lambda x: x @ w))
+    assert tracing.is_heavy(first(jax.jit(lambda x: jnp.sin(x) @ w)))
+    assert not tracing.is_heavy(first(jax.jit(lambda x: jnp.sin(x))))
+    assert tracing.is_choice(first(lambda x: jax.lax.top_k(x, 2)))
+    assert tracing.is_choice(first(jax.jit(lambda x: jnp.sort(x))))
+    assert not tracing.is_choice(first(jnp.sin))
+
+
+def test_evaluate_equals_the_function():
+    p, x = params(), inputs()
+    traced = tracing.trace(mlp, p, x)
+    (out,) = tracing.evaluate(
+        traced.jaxpr, traced.closed.consts, jax.tree.leaves((p, x)), tracing.bind
+    )
+    np.testing.assert_array_equal(out, mlp(p, x))
+
+
+def test_saved_residuals_name_what_is_kept():
+    p, x = params(), inputs()
+    policy = jax.checkpoint_policies.save_only_these_names("gate")
+    kept = tracing.saved_residuals(jax.checkpoint(mlp, policy=policy), p, x)
+    (gate,) = [r for r in kept if "argument" not in r.origin]
+    assert gate.shape == (3, 5, 12) and gate.nbytes == 3 * 5 * 12 * 4 and "'gate'" in gate.origin
+    assert len(tracing.saved_residuals(mlp, p, x)) > len(kept)

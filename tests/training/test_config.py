@@ -1,0 +1,72 @@
+"""Settings are checked as a whole, before anything is loaded."""
+
+import dataclasses
+
+import pytest
+
+from hilore_jax.training.config import TrainConfig, check, faults
+from hilore_jax.training.trainer import train
+
+
+@pytest.fixture
+def config(tmp_path):
+    return TrainConfig(run_dir=str(tmp_path / "run"))
+
+
+def changed(config, **changes):
+    return dataclasses.replace(config, **changes)
+
+
+def test_defaults_are_sound(config):
+    assert faults(config) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group": 1, "micro_rows": 4}, "group must be >= 2"),
+        ({"micro_rows": 5}, r"4 x 8 = 32 rows, found 5; legal values are \[1, 2, 4, 8, 16, 32\]"),
+        ({"prompts": 0}, "prompts must be >= 1, found 0"),
+        ({"completion_length": 0}, "completion_length must be >= 1"),
+        ({"learning_rate": float("nan")}, "learning_rate must be finite and > 0"),
+        ({"clip": 0.0}, "clip must be"),
+        ({"beta": -1.0}, "beta must be"),
+        ({"temperature": -0.1}, "temperature must be"),
+        ({"top_p": 0.0}, "top_p must be"),
+        ({"top_k": -2}, "top_k must be"),
+        ({"policy": "mlp_gate"}, "policy: .*name=action"),
+        ({"policy": "mlp_gate=int3"}, "policy: .*int3"),
+        ({"policy": "missing.json"}, "policy: .*missing.json"),
+        ({"task_args": "min_terms"}, "task_args: .*key=value"),
+        ({"resume": True}, "nothing to resume"),
+    ],
+)
+def test_each_fault_is_named(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        check(changed(config, **changes))
+
+
+def test_all_faults_come_in_one_message_before_anything_is_loaded(config):
+    wrong = changed(config, group=1, micro_rows=4, top_p=2.0, policy="x", model="?", task="?")
+    with pytest.raises(ValueError, match=r"^3 faults") as caught:
+        train(wrong)
+    for name in ("group", "top_p", "policy"):
+        assert f"- {name}" in str(caught.value)
+
+
+def test_a_run_folder_in_use_is_not_overwritten(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    assert faults(config) == []
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert "already holds a run" in faults(config)[0]
+    assert faults(changed(config, resume=True)) == []
+
+
+def test_fingerprint_ignores_what_may_change_and_reads_policy_files(config, tmp_path):
+    longer = changed(config, updates=99, resume=True, save_every=1, quiet=True)
+    assert longer.fingerprint() == config.fingerprint()
+    assert changed(config, seed=1).fingerprint() != config.fingerprint()
+    file = tmp_path / "policy.json"
+    spelled = changed(config, policy="mlp_gate=int8")
+    file.write_text(spelled.parsed_policy.to_json())
+    assert changed(config, policy=str(file)).fingerprint() == spelled.fingerprint()
