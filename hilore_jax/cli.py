@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; the process's when None.
 
     Returns:
-        Exit status: 0 done, 2 wrong input, 130 interrupted (and resumable).
+        Exit status: 0 done, 2 wrong input, 130 or 143 stopped by SIGINT or SIGTERM.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
@@ -88,11 +88,14 @@ def _train(argv: Sequence[str]) -> int:
     from hilore_jax.training.trainer import train
 
     run = train(config)
-    if run.interrupted:
-        print(f"stopped; a checkpoint is in {config.run_dir}. Go on with the same command and")
-        print(f"  hilore train --run-dir {config.run_dir} --resume")
-        return 130
-    return 0
+    if run.stopped_by is None:
+        return 0
+    print(
+        f"hilore train: stopped by {run.stopped_by.name}; metrics and a checkpoint are in "
+        f"{config.run_dir}. To go on, add --resume to the same command",
+        file=sys.stderr,
+    )
+    return 128 + run.stopped_by
 
 
 def _demo(argv: Sequence[str]) -> int:

@@ -47,7 +47,7 @@ class Explanation:
     @property
     def saved_bytes_by_action(self) -> dict[str, int]:
         """Bytes kept for backward by kind of action: `{"store": ..., "compress": ..., ...}`."""
-        total = dict.fromkeys(("store", "compress", "offload", "recompute"), 0)
+        total: dict[str, int] = {"store": 0, "compress": 0, "offload": 0, "recompute": 0}
         for row in self.rows:
             total[type(row.action).__name__.lower()] += row.kept_bytes
         return total

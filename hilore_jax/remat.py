@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import eval_jaxpr
 
 from hilore_jax import arguments, modules, replay, tracing
 from hilore_jax.actions import Compress, Offload, Policy
@@ -134,7 +135,7 @@ def apply_policy(policy: Policy, fn: Callable, *args: Any, **kwargs: Any) -> Any
         split = len(traced.closed.consts)
 
         def block(*operands: Any) -> Sequence[Any]:
-            return jax.core.eval_jaxpr(traced.jaxpr, operands[:split], *operands[split:])
+            return eval_jaxpr(traced.jaxpr, operands[:split], *operands[split:])
 
         kept = jax.checkpoint(block, policy=policy.checkpoint_policy())
         out = kept(*traced.closed.consts, *leaves)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
 from hilore_jax import codecs, tracing
@@ -285,7 +286,7 @@ def apply(policy: Policy, traced: tracing.Traced, args: Sequence[Any]) -> list[A
         program = residuals.backward.program(live)
         values = [*residuals.leaves, *(ct for ct, use in zip(cotangents, live, strict=True) if use)]
         read = [x for x, use in zip(values, program.reads, strict=True) if use]
-        found = iter(jax.core.eval_jaxpr(program.jaxpr, program.consts, *read))
+        found = iter(eval_jaxpr(program.jaxpr, program.consts, *read))
         return tuple(next(found) if p else None for p in residuals.backward.perturbed)
 
     @jax.custom_vjp

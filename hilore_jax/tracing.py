@@ -259,8 +259,9 @@ def saved_residuals(fn: Callable, *args: Any) -> list[Residual]:
     """
     found = []
     for aval, origin in _saved_residuals(fn, *args):
-        size = math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 0)
-        found.append(Residual(tuple(aval.shape), str(aval.dtype), size, origin))
+        shaped: Any = aval
+        size = math.prod(shaped.shape) * getattr(shaped.dtype, "itemsize", 0)
+        found.append(Residual(tuple(shaped.shape), str(shaped.dtype), size, origin))
     return found
 
 

@@ -33,7 +33,9 @@ LAZY = (
 
 # design: a room imports only from its own floor or from lower ones.
 FLOORS = {
+    "__main__": 5,
     "_extras": 1,
+    "arguments": 2,
     "actions": 1,
     "codecs": 1,
     "compiler": 1,

@@ -24,13 +24,13 @@ class BenchConfig:
 
     model: str = "smollm2-135m"
     """Shape of the blocks (weights are random)."""
-    blocks: int = 6
+    blocks: int = 30
     """Blocks of the remat benches."""
     rows: int = 4
     """Sequences of the remat benches."""
-    seq: int = 256
+    seq: int = 128
     """Tokens a sequence of the remat benches."""
-    repeats: int = 7
+    repeats: int = 5
     """Timed turns of each program."""
     only: str = ",".join(ALL)
     """Benches to run, separated by commas."""

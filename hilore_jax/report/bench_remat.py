@@ -35,6 +35,7 @@ class Setup:
         place = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
         self.params = jax.tree.map(lambda s: place(s.shape, s.dtype), state)
         self.stack = jax.tree.map(lambda s: place((blocks, *s.shape), s.dtype), state)
+        self.list = [self.params] * blocks
         self.x = place((rows, seq, config.d_model), config.compute_dtype)
         self.angles = place((rows, seq, half), jnp.float32)
 
@@ -60,12 +61,12 @@ class Setup:
         return run
 
     def unrolled(self, wrap: Callable) -> Callable:
-        """All blocks in a Python loop, each wrapped."""
+        """All blocks in a Python loop over a list of their weights, each wrapped."""
 
-        def run(stack: Any, x: Any, cos: Any, sin: Any) -> Any:
+        def run(blocks: Any, x: Any, cos: Any, sin: Any) -> Any:
             block = wrap(self.block)
-            for i in range(self.blocks):
-                x = block(jax.tree.map(lambda a, i=i: a[i], stack), x, cos, sin)
+            for params in blocks:
+                x = block(params, x, cos, sin)
             return x
 
         return run
@@ -79,39 +80,48 @@ class Setup:
 
         return run
 
-    def compile(self, run: Callable, *, stack: Any = None, trained: bool = True) -> Any:
-        """One compiled update: forward, backward, AdamW on the weights (or d loss / dx alone)."""
-        stack = self.stack if stack is None else stack
-        optimizer = optax.adamw(1e-6)
-        place = functools.partial(jax.ShapeDtypeStruct, sharding=self.sharding)
-        moments = jax.tree.map(
-            lambda s: place(s.shape, s.dtype), jax.eval_shape(optimizer.init, stack)
+    def gradient(self, run: Callable, stack: Any, *, trained: bool = True) -> Any:
+        """Compiled gradient with respect to the weights, or to the input alone: for memory.
+
+        With respect to the input, the temporaries are the activations' alone. Gradients of all
+        weights are outputs as large as the weights, in whose space XLA then puts temporaries.
+        """
+        argnums = 0 if trained else 1
+        lowered = jax.jit(jax.grad(_loss(run), argnums)).lower(
+            stack, self.x, self.angles, self.angles
         )
+        return lowered.compile(compiler_options=self._options())
 
-        def loss(stack: Any, x: Any, cos: Any, sin: Any) -> Any:
-            return jnp.sum(jnp.sin(run(stack, x, cos, sin)).astype(jnp.float32))
+    def update(self, run: Callable, stack: Any) -> Any:
+        """Compiled complete update: forward, backward, AdamW on the weights: for time."""
+        optimizer = optax.adamw(1e-6)
 
-        def update(stack: Any, moments: Any, x: Any, cos: Any, sin: Any) -> Any:
-            if not trained:
-                return jax.value_and_grad(loss, argnums=1)(stack, x, cos, sin)
-            value, grads = jax.value_and_grad(loss)(stack, x, cos, sin)
+        def update(stack: Any, moments: Any, *inputs: Any) -> Any:
+            value, grads = jax.value_and_grad(_loss(run))(stack, *inputs)
             step, moments = optimizer.update(grads, moments, stack)
             return value, optax.apply_updates(stack, step), moments
 
-        target = None if self.sharding is None else "gpu"
+        moments = jax.eval_shape(optimizer.init, stack)
         lowered = jax.jit(update).lower(stack, moments, self.x, self.angles, self.angles)
-        return lowered.compile(compiler_options=compiler_options(target))
+        return lowered.compile(compiler_options=self._options())
 
-    def arguments(self) -> tuple[Any, ...]:
+    def _options(self) -> dict[str, Any]:
+        return compiler_options(None if self.sharding is None else "gpu")
+
+    def arguments(self, stack: Any) -> tuple[Any, ...]:
         """Random arguments of a compiled update."""
         keys = iter(jax.random.split(jax.random.key(0), 1000))
 
         def draw(s: Any) -> jax.Array:
             return 0.02 * jax.random.normal(next(keys), s.shape, s.dtype)
 
-        stack = jax.tree.map(draw, self.stack)
+        weights = jax.tree.map(draw, stack)
         ones = jnp.ones(self.angles.shape)
-        return stack, optax.adamw(1e-6).init(stack), draw(self.x) * 50, ones, 0 * ones
+        return weights, optax.adamw(1e-6).init(weights), draw(self.x) * 50, ones, 0 * ones
+
+
+def _loss(run: Callable) -> Callable:
+    return lambda *arguments: jnp.sum(jnp.sin(run(*arguments)).astype(jnp.float32))
 
 
 def temp(compiled: Any) -> int:
@@ -126,20 +136,23 @@ def bench_parity(setup: Setup, repeats: int) -> list[Row]:
     for label, names in (("recompute", ()), ("store", NAMES)):
         policy = Policy(dict.fromkeys(names, Store()))
         reference = functools.partial(jax.checkpoint, policy=saveable(*names))
-        for layout, ours, theirs in (
-            ("scanned", setup.scanned(policy), setup.scanned_by_jax(reference)),
-            ("unrolled", setup.unrolled(remat(policy)), setup.unrolled(reference)),
+        for layout, stack, ours, theirs in (
+            ("scanned", setup.stack, setup.scanned(policy), setup.scanned_by_jax(reference)),
+            ("unrolled", setup.list, setup.unrolled(remat(policy)), setup.unrolled(reference)),
         ):
-            pair = [setup.compile(run) for run in (ours, theirs)]
+            mine, reference_bytes = (
+                temp(setup.gradient(run, stack, trained=layout == "scanned"))
+                for run in (ours, theirs)
+            )
             row = {
                 "bench": "parity with jax.checkpoint",
                 "case": f"{label}, {layout}",
-                "temp_bytes": temp(pair[0]),
-                "reference_bytes": temp(pair[1]),
-                "memory_ratio": temp(pair[0]) / temp(pair[1]),
+                "temp_bytes": mine,
+                "reference_bytes": reference_bytes,
+                "memory_ratio": mine / reference_bytes,
                 "goal": "memory_ratio within 1 %; time within 3 %",
             }
-            rows.append(row | _times(pair, setup, repeats))
+            rows.append(row | _times(setup, stack, ours, theirs, repeats))
     return rows
 
 
@@ -147,27 +160,26 @@ def bench_compression(setup: Setup, repeats: int) -> list[Row]:
     """Compress against storing the same names, scanned and unrolled."""
     rows = []
     exact = Policy(dict.fromkeys(NAMES, Store()))
-    layouts = (
-        ("scanned", setup.scanned),
-        ("unrolled", lambda policy: setup.unrolled(remat(policy))),
-    )
-    for layout, build in layouts:
-        stored = setup.compile(build(exact))
+    for layout, stack, build in (
+        ("scanned", setup.stack, setup.scanned),
+        ("unrolled", setup.list, lambda policy: setup.unrolled(remat(policy))),
+    ):
+        stored = temp(setup.gradient(build(exact), stack, trained=False))
         for codec in CODECS:
             lossy = {name: Compress(codec) for name in ("mlp_gate", "mlp_up", "v", "attn_out")}
             policy = Policy({**dict(exact.actions), **lossy})
-            compiled = setup.compile(build(policy))
+            compressed = temp(setup.gradient(build(policy), stack, trained=False))
             saved = setup.explain_savings(policy)
             row = {
                 "bench": "compress against store",
                 "case": f"{codec}, {layout}",
-                "temp_bytes": temp(compiled),
-                "reference_bytes": temp(stored),
+                "temp_bytes": compressed,
+                "reference_bytes": stored,
                 "explained_savings": saved,
-                "share_of_savings": (temp(stored) - temp(compiled)) / saved,
+                "share_of_savings": (stored - compressed) / saved,
                 "goal": "share_of_savings >= 0.9",
             }
-            rows.append(row | _times([compiled, stored], setup, repeats))
+            rows.append(row | _times(setup, stack, build(policy), build(exact), repeats))
     return rows
 
 
@@ -178,11 +190,10 @@ def bench_segments(setup: Setup) -> list[Row]:
     n = setup.blocks
     for trained in (True, False):
         run = setup.scanned(Policy({"mlp_gate": Store(), "mlp_up": Compress()}))
-        one = temp(setup.compile(run, trained=trained))
+        one = temp(setup.gradient(run, setup.stack, trained=trained))
         for count in (2, 3, 5):
             lengths = [n // count + (i < n % count) for i in range(count)]
-            parts = setup.split(lengths)
-            several = temp(setup.compile(run, stack=parts, trained=trained))
+            several = temp(setup.gradient(run, setup.split(lengths), trained=trained))
             rows.append(
                 {
                     "bench": "segments",
@@ -196,10 +207,13 @@ def bench_segments(setup: Setup) -> list[Row]:
     return rows
 
 
-def _times(pair: list[Any], setup: Setup, repeats: int) -> Row:
+def _times(setup: Setup, stack: Any, ours: Callable, theirs: Callable, repeats: int) -> Row:
     if setup.sharding is not None or repeats == 0:  # a target that is not here cannot be timed
         return {}
-    arguments = setup.arguments()
-    runs = {name: functools.partial(c, *arguments) for name, c in zip("ab", pair, strict=True)}
+    arguments = setup.arguments(stack)
+    runs = {
+        name: functools.partial(setup.update(run, stack), *arguments)
+        for name, run in (("ours", ours), ("theirs", theirs))
+    }
     seconds = interleaved(runs, repeats)
-    return {"time_ratio": ratio(seconds["a"], seconds["b"])._asdict()}
+    return {"time_ratio": ratio(seconds["ours"], seconds["theirs"])._asdict()}

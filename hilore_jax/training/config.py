@@ -12,7 +12,7 @@ from hilore_jax.training.sampling import check_sampling
 from hilore_jax.training.tasks import parse_args
 
 # Settings that may change between a run and its continuation.
-_FREE = ("updates", "run_dir", "resume", "save_every", "keep_checkpoints", "quiet")
+_FREE = ("updates", "run_dir", "resume", "save_every", "keep_checkpoints", "log_entropy", "quiet")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,8 @@ class TrainConfig:
     save_every: int = 50
     """Updates between checkpoints; 0 writes one only at the end or at an interruption."""
     keep_checkpoints: int = 2
+    log_entropy: bool = False
+    """Also report the policy's entropy; costs the vocabulary's reductions a second time."""
     quiet: bool = False
     """No console output."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ import jax.numpy as jnp
 
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
+from hilore_jax.report.timing import interleaved, ratio
+from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig, check
-from hilore_jax.training.report import block_and_arguments, relative_error
-from hilore_jax.training.step import Batch, TrainState, make_gradients
-from hilore_jax.training.trainer import Learner, Parts, load_parts, train, versions
+from hilore_jax.training.learner import Learner
+from hilore_jax.training.report import relative_error
+from hilore_jax.training.step import TrainState, make_gradients
+from hilore_jax.training.trainer import Parts, load_parts, train, versions
 
 # What keeps the gradient's error under 0.015 on this model: int8 with the scales that suit each
 # name, and the attention's output exact.
@@ -42,6 +45,8 @@ class DemoConfig:
     lora_rank: int = 16
     learning_rate: float = 1e-4
     seed: int = 0
+    turns: int = 3
+    """Updates of each side that are timed, in turns; 0 leaves the time out."""
     run_dir: str = ""
     """Folder of the two runs; a new `runs/demo-<time>` when empty."""
 
@@ -50,7 +55,7 @@ class DemoConfig:
         shared = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ("policy", "run_dir")
+            if field.name not in ("policy", "run_dir", "turns")
         }
         return TrainConfig(
             **shared, policy=policy, run_dir=str(run_dir), save_every=0, old_logps="rollout"
@@ -62,7 +67,6 @@ class Side:
     """One of the two runs, and what the comparison needs of it."""
 
     metrics: Sequence[dict[str, Any]]
-    temp_bytes: int | None
     learner: Learner
     batches: Sequence[Batch]
 
@@ -75,7 +79,7 @@ def run_demo(config: DemoConfig, parts: Parts | None = None) -> int:
         parts: model, tokenizer and task, where they are not to be loaded by name.
 
     Returns:
-        Exit status: 0, or 130 when interrupted.
+        Exit status: 0, or 128 + the signal that stopped it.
     """
     began = time.perf_counter()
     base = Path(config.run_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -102,16 +106,20 @@ def run_demo(config: DemoConfig, parts: Parts | None = None) -> int:
         run = train(
             configs[name], parts, learner=learner, on_update=lambda _, b, to=batches: to.append(b)
         )
-        if run.interrupted:
-            return 130
+        if run.stopped_by is not None:
+            return 128 + run.stopped_by
         state = run.state
-        sides[name] = Side(run.metrics, learner.temp_bytes, learner, batches)
+        sides[name] = Side(run.metrics, learner, batches)
     _say(began, "the gradient of both policies on one batch")
     batch = _most_exposed(sides)
-    policies = {name: side.learner.policies for name, side in sides.items()}
-    error = gradient_error(sides["gc"].learner, state, batch, policies["compressed"])
+    policies = sides["compressed"].learner.policies
+    error = gradient_error(sides["gc"].learner, state, batch, policies)
+    seconds = None
+    if config.turns:
+        _say(began, f"{config.turns} timed updates of each side, in turns")
+        seconds = update_seconds(learners, state, batch, config.turns)
     _say(began, f"done; metrics in {base}\n")
-    print(table(sides, error, configs["compressed"], parts))
+    print(table(sides, error, seconds, configs["compressed"], parts))
     return 0
 
 
@@ -135,45 +143,82 @@ def gradient_error(
     return relative_error(found, exact)
 
 
-def table(sides: dict[str, Side], error: float, config: TrainConfig, parts: Parts) -> str:
-    """The comparison as text."""
-    from hilore_jax.explain import explain
+def update_seconds(
+    learners: dict[str, Learner], state: TrainState, batch: Batch, turns: int
+) -> dict[str, list[float]]:
+    """Seconds of the learners' compiled updates, in turns; `state` is consumed.
 
+    An update donates its state, so that each call gets the state that the one before returned:
+    nothing is copied, and the work of an update does not depend on the numbers.
+    """
+    holder = [state]
+
+    def run(name: str) -> Callable[[], Any]:
+        def update() -> Any:
+            holder[0], metrics = learners[name].compile(batch)(holder[0], batch)
+            return holder[0], metrics
+
+        return update
+
+    return interleaved({name: run(name) for name in learners}, turns)
+
+
+def table(
+    sides: dict[str, Side],
+    error: float,
+    seconds: dict[str, list[float]] | None,
+    config: TrainConfig,
+    parts: Parts,
+) -> str:
+    """The comparison as text: every number is marked as counted, compiled or measured."""
     seq = config.prompt_length + config.completion_length
-    block, arguments = block_and_arguments(parts.model.config, config.micro_rows, seq)
-    layers = parts.model.config.n_layers
     about = versions()
     lines = [
-        f"{config.model} ({layers} blocks), {config.task}, {config.prompts} prompts x "
-        f"{config.group} completions, {config.micro_rows} x {seq} tokens a microbatch",
+        f"{config.model} ({parts.model.config.n_layers} blocks), {config.task}, "
+        f"{config.prompts} prompts x {config.group} completions, "
+        f"{config.micro_rows} x {seq} tokens a microbatch",
         f"{about['backend']} ({about['device']}), jax {about['jax']}, {config.dtype}",
         "",
-        f"{'':<34}{'gc':>14}{'compressed':>14}",
+        f"{'':<38}{'gc':>12}{'compressed':>12}",
     ]
 
-    def row(label: str, values: Sequence[str]) -> None:
-        lines.append(f"{label:<34}" + "".join(f"{value:>14}" for value in values))
+    def row(label: str, values: Sequence[str], kind: str) -> None:
+        cells = "".join(f"{value:>12}" for value in values)
+        lines.append(f"{label:<38}{cells}  {kind}")
 
     for index in range(len(sides["gc"].metrics)):
         at = [side.metrics[index] for side in sides.values()]
-        row(f"update {index + 1}: reward", [f"{m['reward']:.3f}" for m in at])
-        row("          exposure", [f"{m['exposure']:.4f}" for m in at])
-        row("          gradient norm", [f"{m['grad_norm']:.4f}" for m in at])
-    saved = {
-        name: explain(side.learner.policies[0], block, *arguments).saved_bytes_by_action
-        for name, side in sides.items()
-    }
-    for action in sorted({action for by in saved.values() for action in by}):
-        values = [f"{layers * by.get(action, 0) / 2**20:.1f} MiB" for by in saved.values()]
-        row(f"saved in all blocks: {action}", values)
-    temps = [side.temp_bytes for side in sides.values()]
-    row("update's temporaries (compiled)", [_mib(value) for value in temps])
-    times = [
-        statistics.median(m["seconds/update"] for m in side.metrics) for side in sides.values()
+        row(f"update {index + 1}: reward", [f"{m['reward']:.3f}" for m in at], "measured")
+        row("          exposure", [f"{m['exposure']:.4f}" for m in at], "measured")
+        row("          gradient norm", [f"{m['grad_norm']:.4f}" for m in at], "measured")
+    abouts = [side.learner.about for side in sides.values()]
+    for name, label in _KEPT.items():
+        row(f"saved in all blocks: {label}", [_mib(a[name]) for a in abouts], "counted")
+    row("update's temporaries", [_mib(a["update_temp_bytes"]) for a in abouts], "compiled")
+    row("gradient's relative error", ["0", f"{error:.4f}"], "measured")
+    if seconds is not None:
+        medians = [f"{statistics.median(values):.2f} s" for values in seconds.values()]
+        row("update's time, median", medians, "measured")
+        gc, compressed = seconds["gc"], seconds["compressed"]
+        lines.append(
+            f"update's time, compressed to gc: {ratio(compressed, gc)}, median (low to high) of "
+            f"{len(gc)} pairs run in turns"
+        )
+    lines += [
+        "",
+        "counted: from shapes, by hilore_jax.explain, for one microbatch",
+        "compiled: XLA's memory analysis of the compiled update",
+        "measured: found by running on this machine; the error is against GC's gradient",
     ]
-    row("update's time (measured, to gc)", [f"{value / times[0]:.2f} x" for value in times])
-    row("gradient error against exact", ["0", f"{error:.4f}"])
     return "\n".join(lines)
+
+
+_KEPT = {
+    "bytes_H": "store",
+    "bytes_L": "compress",
+    "bytes_R": "recompute",
+    "bytes_O": "offload",
+}
 
 
 def _most_exposed(sides: dict[str, Side]) -> Batch:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from hilore_jax.models.decoder import Decoder
+from hilore_jax.training.batch import Batch, check_batch, micro
 from hilore_jax.training.rollout import generate
-from hilore_jax.training.step import Batch
 from hilore_jax.training.tasks import Item, Task, messages, reward
 
 
@@ -151,11 +151,6 @@ def collect(
     )
 
 
-def micro(array: Any, micro_rows: int) -> Any:
-    """`[rows, ...]` cut into `[rows / micro_rows, micro_rows, ...]`."""
-    return array.reshape(-1, micro_rows, *array.shape[1:])
-
-
 def to_batch(
     experience: Experience,
     advantages: Float[Array | np.ndarray, "prompts group"],
@@ -163,8 +158,8 @@ def to_batch(
     logp_ref: Float[Array | np.ndarray, "micro rows completion"] | None,
     micro_rows: int,
 ) -> Batch:
-    """The batch of one update, in microbatches of `micro_rows` rows."""
-    return Batch(
+    """The batch of one update, in microbatches of `micro_rows` rows, checked by `check_batch`."""
+    batch = Batch(
         tokens=jax.numpy.asarray(micro(experience.tokens, micro_rows)),
         attention_mask=jax.numpy.asarray(micro(experience.attention_mask, micro_rows)),
         completion_mask=jax.numpy.asarray(micro(experience.completion_mask, micro_rows)),
@@ -172,6 +167,8 @@ def to_batch(
         logp_ref=None if logp_ref is None else jax.numpy.asarray(logp_ref),
         advantages=jax.numpy.asarray(micro(advantages.reshape(-1), micro_rows)),
     )
+    check_batch(batch)
+    return batch
 
 
 def logp_difference(

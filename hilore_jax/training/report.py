@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from hilore_jax.actions import Policy
+from hilore_jax.explain import explain
 from hilore_jax.models.block import Block, BlockFn
 from hilore_jax.models.config import DecoderConfig
 
@@ -32,6 +36,38 @@ def block_and_arguments(
     x = jax.ShapeDtypeStruct((rows, seq, config.d_model), config.compute_dtype)
     mask = jax.ShapeDtypeStruct((rows, seq), jnp.bool_)
     return BlockFn(graphdef), (params, x, half, half, mask)
+
+
+def kept_bytes(
+    config: DecoderConfig, policies: Sequence[Policy], rows: int, seq: int
+) -> dict[str, int]:
+    """Bytes that all blocks keep for one microbatch's backward, by action; counted from shapes.
+
+    Args:
+        config: the model's shape.
+        policies: one a block.
+        rows: sequences of a microbatch.
+        seq: tokens a sequence.
+
+    Returns:
+        `bytes_H` of stored (high precision), `bytes_L` of compressed (low), `bytes_R` of
+        recomputed (always 0) and `bytes_O` of offloaded activations, bytes.
+    """
+    block, arguments = block_and_arguments(config, rows, seq)
+    total = dict.fromkeys(_LETTERS.values(), 0)
+    for policy, blocks in Counter(policies).items():
+        kept = explain(policy, block, *arguments).saved_bytes_by_action
+        for action, letter in _LETTERS.items():
+            total[letter] += blocks * kept[action]
+    return total
+
+
+_LETTERS = {
+    "store": "bytes_H",
+    "compress": "bytes_L",
+    "recompute": "bytes_R",
+    "offload": "bytes_O",
+}
 
 
 def relative_error(found: Any, exact: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,11 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from hilore_jax.compiler import compiler_options
 from hilore_jax.models.decoder import Decoder
-from hilore_jax.training.pytree import pytree
 from hilore_jax.training.sampling import check_sampling, sample, token_logp
 
 
-@pytree
+@typing.no_type_check  # jax puts placeholders in the fields
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     """Completions, right-padded."""
@@ -26,6 +27,7 @@ class Rollout:
     mask: Bool[Array, "batch new"]  # index <= first end of sequence
     logps: Float[Array, "batch new"]  # float32, at the temperature, untruncated; 0 off the mask
     finished: Bool[Array, " batch"]  # whether the row ended itself
+    steps: Int[Array, ""]  # int32, tokens drawn a row: up to where the last row ended
 
 
 def check_prompts(mask: Bool[np.ndarray, "batch seq"]) -> None:
@@ -143,33 +145,33 @@ def _generate(
         token = sample(step_keys, logits, temperature=temperature, top_k=top_k, top_p=top_p)
         return token, token_logp(logits, token, temperature)
 
-    def write(carry, hidden):
-        index, finished, out = carry
-        token, logp = draw(hidden, index)
-        out = Rollout(
-            tokens=out.tokens.at[:, index].set(jnp.where(finished, pad_id, token)),
-            mask=out.mask.at[:, index].set(~finished),
-            logps=out.logps.at[:, index].set(jnp.where(finished, 0.0, logp)),
-            finished=finished | (token == eos_id),
+    def write(out, hidden):
+        token, logp = draw(hidden, out.steps)
+        return token, Rollout(
+            tokens=out.tokens.at[:, out.steps].set(jnp.where(out.finished, pad_id, token)),
+            mask=out.mask.at[:, out.steps].set(~out.finished),
+            logps=out.logps.at[:, out.steps].set(jnp.where(out.finished, 0.0, logp)),
+            finished=out.finished | (token == eos_id),
+            steps=out.steps + 1,
         )
-        return token, (index + 1, out.finished, out)
 
     def body(carry):
-        token, cache, rest = carry
+        token, cache, out = carry
         hidden, cache = model.decode(token, cache)
-        token, rest = write(rest, hidden)
-        return token, cache, rest
+        token, out = write(out, hidden)
+        return token, cache, out
 
     def unfinished(carry):
-        index, finished, _ = carry[2]
-        return (index < max_new_tokens) & ~jnp.all(finished)
+        out = carry[2]
+        return (out.steps < max_new_tokens) & ~jnp.all(out.finished)
 
     empty = Rollout(
         tokens=jnp.full((rows, max_new_tokens), pad_id, jnp.int32),
         mask=jnp.zeros((rows, max_new_tokens), bool),
         logps=jnp.zeros((rows, max_new_tokens), jnp.float32),
         finished=jnp.zeros((rows,), bool),
+        steps=jnp.int32(0),
     )
     hidden, cache = model.prefill(tokens, mask, length + max_new_tokens)
-    token, rest = write((jnp.int32(0), empty.finished, empty), hidden)
-    return jax.lax.while_loop(unfinished, body, (token, cache, rest))[2][2]
+    token, out = write(empty, hidden)
+    return jax.lax.while_loop(unfinished, body, (token, cache, out))[2]

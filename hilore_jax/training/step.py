@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -12,42 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Int, Key
 
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
-from hilore_jax.grpo import (
-    RatioMetrics,
-    exposure,
-    loss_and_coefficients,
-    ratio_metrics,
-    token_logprobs,
-)
+from hilore_jax.grpo import exposure, loss_and_coefficients, ratio_metrics, token_logprobs
 from hilore_jax.models.decoder import Decoder
-from hilore_jax.training.pytree import pytree
+from hilore_jax.training.batch import Batch, check_batch
 
 Policies = tuple[Policy, ...] | None
 Metrics = dict[str, Any]
 
 
-@pytree
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """One update's rows, cut into microbatches of equal shape.
-
-    A row is a left-padded prompt followed by a right-padded completion, which takes the last
-    `completion` positions; position t-1 scores token t.
-    """
-
-    tokens: Int[Array, "micro rows seq"]
-    attention_mask: Bool[Array, "micro rows seq"]
-    completion_mask: Bool[Array, "micro rows completion"]  # the optimized tokens
-    logp_old: Float[Array, "micro rows completion"]
-    logp_ref: Float[Array, "micro rows completion"] | None
-    advantages: Float[Array, "micro rows"]
-
-
-@pytree
+@typing.no_type_check  # jax puts placeholders in the fields
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """Everything an update reads and writes.
@@ -83,35 +62,23 @@ def init_state(
     return graphdef, TrainState(params, frozen, opt_state, jnp.zeros((), jnp.int32), key)
 
 
-def check_batch(batch: Batch) -> None:
-    """Raises ValueError, naming the field, unless the shapes of a batch fit together."""
-    shapes = {
-        field.name: getattr(batch, field.name).shape
-        for field in dataclasses.fields(batch)
-        if getattr(batch, field.name) is not None
-    }
-    if len(shapes["tokens"]) != 3:
-        raise ValueError(f"batch.tokens must be [micro, rows, seq], found {shapes['tokens']}")
-    micro, rows, seq = shapes["tokens"]
-    completion = shapes["completion_mask"][-1] if shapes["completion_mask"] else 0
-    expected: dict[str, tuple[int, ...]] = dict.fromkeys(shapes, (micro, rows, completion))
-    expected |= {"tokens": (micro, rows, seq), "attention_mask": (micro, rows, seq)}
-    expected["advantages"] = (micro, rows)
-    wrong = [
-        f"batch.{name} is {list(shape)}, expected {list(expected[name])}"
-        for name, shape in shapes.items()
-        if shape != expected[name]
-    ]
-    if wrong:
-        raise ValueError("; ".join(wrong) + " (micro, rows, then seq or completion)")
-    if not 0 < completion < seq:
-        raise ValueError(f"a completion of {completion} tokens needs a longer sequence than {seq}")
-
-
 def make_gradients(
-    graphdef: nnx.GraphDef, *, clip: float = 0.2, beta: float = 1e-3, temperature: float = 1.0
+    graphdef: nnx.GraphDef,
+    *,
+    clip: float = 0.2,
+    beta: float = 1e-3,
+    temperature: float = 1.0,
+    entropy: bool = False,
 ) -> Callable[[Policies, TrainState, Batch], tuple[nnx.State, Metrics]]:
     """The gradient of one update's loss, without applying it.
+
+    Args:
+        graphdef: the model's static part, from `init_state`.
+        clip: epsilon of the ratio's clipping.
+        beta: weight of the K3 reference term.
+        temperature: softmax temperature at which tokens are scored.
+        entropy: also report the mean entropy of the policy over the optimized tokens, nats; costs
+            the reductions over the vocabulary a second time.
 
     Returns:
         `gradients(policies, state, batch) -> (grads, metrics)`: float32 gradients of `state.params`
@@ -124,8 +91,13 @@ def make_gradients(
         hidden = model.hidden(micro.tokens, micro.attention_mask, policies=policies)
         width = micro.completion_mask.shape[-1]
         logp = token_logprobs(
-            hidden[:, -width - 1 : -1], model.unembedding(), micro.tokens[:, -width:], temperature
+            hidden[:, -width - 1 : -1],
+            model.unembedding(),
+            micro.tokens[:, -width:],
+            temperature,
+            entropy=entropy,
         )
+        logp, nats = logp if isinstance(logp, tuple) else (logp, None)
         loss, omega = loss_and_coefficients(
             logp,
             micro.logp_old,
@@ -136,7 +108,7 @@ def make_gradients(
             clip=clip,
             beta=beta,
         )
-        return loss, jax.lax.stop_gradient(_observe(loss, logp, omega, micro, clip))
+        return loss, jax.lax.stop_gradient(_observe(loss, logp, omega, nats, micro, clip))
 
     def gradients(policies: Policies, state: TrainState, batch: Batch):
         check_batch(batch)
@@ -163,6 +135,7 @@ def make_actor_update(
     beta: float = 1e-3,
     temperature: float = 1.0,
     max_grad_norm: float | None = 1.0,
+    entropy: bool = False,
 ) -> Callable[[Policies, TrainState, Batch], tuple[TrainState, Metrics]]:
     """One complete actor update: gradients, clipping by global norm, optimizer.
 
@@ -177,11 +150,14 @@ def make_actor_update(
         beta: weight of the K3 reference term.
         temperature: softmax temperature of the rollouts, at which tokens are scored.
         max_grad_norm: gradients are scaled down to this global norm; None leaves them.
+        entropy: see `make_gradients`.
 
     Returns:
         `update(policies, state, batch) -> (state, metrics)`, pure; see `jit_update`.
     """
-    gradients = make_gradients(graphdef, clip=clip, beta=beta, temperature=temperature)
+    gradients = make_gradients(
+        graphdef, clip=clip, beta=beta, temperature=temperature, entropy=entropy
+    )
     clipper = optax.identity()
     if max_grad_norm is not None:
         clipper = optax.clip_by_global_norm(max_grad_norm)
@@ -253,7 +229,7 @@ def raise_if_nonfinite(metrics: Metrics, batch: Batch) -> None:
     )
 
 
-def _observe(loss, logp, omega, micro: Batch, clip: float) -> dict[str, Any]:
+def _observe(loss, logp, omega, nats, micro: Batch, clip: float) -> dict[str, Any]:
     """What the metrics need of one microbatch: sums over its optimized tokens, never means."""
     terms = (logp, micro.logp_old, micro.logp_ref, micro.advantages)
     finite = jnp.isfinite(logp)
@@ -263,22 +239,27 @@ def _observe(loss, logp, omega, micro: Batch, clip: float) -> dict[str, Any]:
     return {
         "loss": loss,
         "exposure": exposure(omega, micro.completion_mask),
-        "ratios": vars(ratio_metrics(*terms, micro.completion_mask, clip)),
+        "entropy": None if nats is None else jnp.sum(nats, where=micro.completion_mask),
+        "ratios": ratio_metrics(*terms, micro.completion_mask, clip),
         "bad": micro.completion_mask & ~finite,
     }
 
 
 def _metrics(grads, seen: dict[str, Any]) -> Metrics:
-    stacked = seen["ratios"]
-    sums = jax.tree.map(lambda values: jnp.sum(values, axis=0), stacked)
-    ratios = RatioMetrics(**sums | {"is_ratio_max": jnp.max(stacked["is_ratio_max"])})
-    loss, norm, bad = jnp.sum(seen["loss"]), optax.tree.norm(grads), seen["bad"].ravel()
+    sums = jax.tree.map(lambda values: jnp.sum(values, axis=0), {**seen, "bad": None})
+    largest = jnp.max(seen["ratios"].is_ratio_max)
+    ratios = dataclasses.replace(sums["ratios"], is_ratio_max=largest)
+    loss, norm, bad = sums["loss"], optax.tree.norm(grads), seen["bad"].ravel()
     finite = ~jnp.any(bad) & jnp.isfinite(loss) & jnp.isfinite(norm)
+    entropy = {}
+    if sums["entropy"] is not None:
+        entropy["entropy"] = sums["entropy"] / jnp.maximum(ratios.tokens, 1)
     return {
         "loss": loss,
         "grad_norm": norm,
         **ratios.means(),
-        "exposure": jnp.sum(seen["exposure"]),
+        **entropy,
+        "exposure": sums["exposure"],
         "n_tokens": ratios.tokens,
         "nonfinite": (~finite).astype(jnp.int32),
         "nonfinite_index": jnp.where(jnp.any(bad), jnp.argmax(bad), -1).astype(jnp.int32),

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import platform
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,34 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 from flax import nnx
 
-from hilore_jax.grpo import group_advantages
 from hilore_jax.models.config import LoraConfig
-from hilore_jax.models.decoder import Decoder, segment
+from hilore_jax.models.decoder import Decoder
 from hilore_jax.training import checkpoint
+from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig, check
-from hilore_jax.training.experience import (
-    Experience,
-    TextTokenizer,
-    collect,
-    logp_difference,
-    micro,
-    to_batch,
-)
+from hilore_jax.training.experience import TextTokenizer, collect
+from hilore_jax.training.learner import Learner
 from hilore_jax.training.metrics import MetricsWriter, Progress
-from hilore_jax.training.step import (
-    Batch,
-    TrainState,
-    init_state,
-    jit_update,
-    make_actor_update,
-    make_score,
-    raise_if_nonfinite,
-)
+from hilore_jax.training.step import TrainState
 from hilore_jax.training.tasks import Task, parse_args, reasoning_gym_task
 from hilore_jax.training.toy import copy_task, count_task
 
@@ -65,7 +49,7 @@ class Run:
     graphdef: nnx.GraphDef
     state: TrainState
     metrics: tuple[dict[str, Any], ...]  # of the updates done by this call
-    interrupted: bool
+    stopped_by: signal.Signals | None = None  # what interrupted the run before its last update
 
     def model(self) -> Decoder:
         """The trained model."""
@@ -101,102 +85,6 @@ def load_parts(config: TrainConfig) -> Parts:
     )
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with the paper's settings, methods 1.1."""
-    return optax.adamw(
-        config.learning_rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=config.weight_decay
-    )
-
-
-class Learner:
-    """The compiled pieces of a run: scoring, the update, and how often each was traced.
-
-    Args:
-        config: the run's settings.
-        model: the policy to train; its arrays move into `state`.
-    """
-
-    def __init__(self, config: TrainConfig, model: Decoder):
-        self.config = config
-        self.policies = (config.parsed_policy,) * model.config.n_layers
-        self.n_traces = 0
-        self.temp_bytes: int | None = None
-        optimizer = make_optimizer(config)
-        key = jax.random.key(config.seed)
-        self.graphdef, self.state = init_state(segment(model, self.policies), optimizer, key)
-        self._reference = self._reference_params(model)
-        temperature = config.temperature or 1.0
-        self._score = make_score(self.graphdef, temperature=temperature)
-        update = make_actor_update(
-            self.graphdef,
-            optimizer,
-            clip=config.clip,
-            beta=config.beta,
-            temperature=temperature,
-            max_grad_norm=config.max_grad_norm,
-        )
-        self._jitted = jit_update(self._counted(update))
-        self._compiled: Callable[[TrainState, Batch], Any] | None = None
-
-    def model(self) -> Decoder:
-        """The current policy, for rollouts."""
-        return nnx.merge(self.graphdef, self.state.params, self.state.frozen)
-
-    def batch(self, experience: Experience) -> tuple[Batch, dict[str, float]]:
-        """The update's batch: advantages, old and reference log-probs."""
-        config = self.config
-        advantages = group_advantages(jnp.asarray(experience.rewards))
-        tokens = micro(experience.tokens, config.micro_rows)
-        mask = micro(experience.attention_mask, config.micro_rows)
-        old = micro(experience.rollout_logps, config.micro_rows)
-        metrics = {}
-        if config.old_logps == "score":
-            old = self._scored(self.state.params, tokens, mask)
-            metrics["rollout_logp_diff"] = logp_difference(experience, np.asarray(old))
-        ref = None
-        if self._reference is not None:
-            ref = self._scored(self._reference, tokens, mask)
-        return to_batch(experience, advantages, old, ref, config.micro_rows), metrics
-
-    def compile(self, batch: Batch) -> None:
-        """Compiles the update once, for this batch's shapes; `temp_bytes` is then known."""
-        if self._compiled is None:
-            lowered = self._jitted.lower(self.policies, self.state, batch)
-            compiled = lowered.compile()
-            analysis = compiled.memory_analysis()
-            self.temp_bytes = None if analysis is None else int(analysis.temp_size_in_bytes)
-            self._compiled = compiled
-
-    def update(self, batch: Batch) -> dict[str, Any]:
-        """One actor update; the state moves on. Raises FloatingPointError on a non-finite one."""
-        self.compile(batch)
-        assert self._compiled is not None
-        self.state, metrics = self._compiled(self.state, batch)
-        metrics = jax.device_get(metrics)
-        raise_if_nonfinite(metrics, batch)
-        del metrics["nonfinite_index"]
-        return {name: value.item() for name, value in metrics.items()}
-
-    def _scored(self, params, tokens, mask):
-        width = self.config.completion_length
-        return self._score(params, self.state.frozen, tokens, mask, completion=width)
-
-    def _reference_params(self, model: Decoder) -> nnx.State | None:
-        if self.config.beta == 0:
-            return None
-        # Adapters at zero are the base model; without them the start must be copied, since the
-        # update donates its state.
-        frozen = jnp.zeros_like if model.config.lora is not None else jnp.copy
-        return jax.tree.map(frozen, self.state.params)
-
-    def _counted(self, update):
-        def counted(policies, state, batch):
-            self.n_traces += 1
-            return update(policies, state, batch)
-
-        return counted
-
-
 def train(
     config: TrainConfig,
     parts: Parts | None = None,
@@ -216,12 +104,15 @@ def train(
         on_update: called with each update's metrics and batch.
 
     Returns:
-        The final state and this call's metrics; `interrupted` after SIGINT or SIGTERM, when the
+        The final state and this call's metrics; `stopped_by` after SIGINT or SIGTERM, when the
         run can be resumed from the checkpoint just written.
 
     Raises:
-        ValueError: settings that are wrong, or that differ from the checkpoint's.
-        FloatingPointError: an update that was not finite; names the row and position.
+        ValueError: settings that are wrong, or that differ from the checkpoint's; a prompt that is
+            too long or a reward that fails.
+        FloatingPointError: an update that was not finite; names the row and position. Here and
+            for a failed reward the updates before are kept in a checkpoint.
+        KeyboardInterrupt: a second SIGINT or SIGTERM; the metrics and the last checkpoint stay.
     """
     check(config)
     parts = load_parts(config) if parts is None else parts
@@ -239,11 +130,16 @@ def train(
     with (
         MetricsWriter(run_dir / "metrics.jsonl", resume_step) as writer,
         contextlib.closing(progress),
-        _stop_requests() as stop,
+        _stop_requests() as requests,
     ):
         step = start
-        while step < config.updates and not stop.is_set():
-            metrics, batch = _one_update(config, parts, learner, step)
+        while step < config.updates and not requests:
+            try:
+                metrics, batch = _one_update(config, parts, learner, step)
+            except (ValueError, FloatingPointError):  # the state is as the last update left it
+                if step and saved != step:
+                    _save(config, learner, step)
+                raise
             step += 1
             writer.write(metrics)
             progress.update(metrics)
@@ -254,7 +150,8 @@ def train(
                 saved = _save(config, learner, step)
         if saved != step:
             _save(config, learner, step)
-    return Run(learner.graphdef, learner.state, tuple(seen), step < config.updates)
+    stopped_by = requests[0] if step < config.updates else None
+    return Run(learner.graphdef, learner.state, tuple(seen), stopped_by)
 
 
 def versions(config: TrainConfig | None = None) -> dict[str, Any]:
@@ -301,7 +198,7 @@ def _one_update(
         **scores,
         **metrics,
         "n_traces": learner.n_traces,
-        "update_temp_bytes": learner.temp_bytes,
+        **learner.about,
         "seconds/rollout": sampled - began,
         "seconds/update": done - scored,
     }, batch
@@ -335,7 +232,10 @@ def _resume(config: TrainConfig, learner: Learner) -> int:
         Path(config.run_dir) / "checkpoints", _checkpointed(learner.state), config.fingerprint()
     )
     if found is None:
-        raise ValueError(f"nothing to resume: {config.run_dir}/checkpoints holds no checkpoint")
+        raise ValueError(
+            f"nothing to resume: {config.run_dir}/checkpoints holds no checkpoint; start anew in "
+            "another run folder"
+        )
     tree, meta = found
     learner.state = dataclasses.replace(learner.state, **tree)
     return int(meta["step"])
@@ -346,22 +246,26 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def _stop_requests() -> Iterator[threading.Event]:
-    """An event set by the first SIGINT or SIGTERM; a second SIGINT stops at once."""
-    stop = threading.Event()
+def _stop_requests() -> Iterator[list[signal.Signals]]:
+    """The first SIGINT or SIGTERM received, as a list that is empty before; a second stops."""
+    requests: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield requests
         return
 
     def request(number, frame):
-        if stop.is_set():
+        if requests:
             raise KeyboardInterrupt
-        stop.set()
-        print("\nstopping after this update (again to stop at once)", flush=True)
+        requests.append(signal.Signals(number))
+        print(
+            f"\n{requests[0].name}: stopping after this update (again to stop at once)",
+            file=sys.stderr,
+            flush=True,
+        )
 
     before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield stop
+        yield requests
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
