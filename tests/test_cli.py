@@ -1,7 +1,9 @@
 """The command line: help, dispatch, and errors without tracebacks."""
 
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +66,27 @@ def test_unknown_model_and_task_are_errors_of_one_line(capsys, tmp_path):
     code, _, err = run(capsys, "train", "--task", "chainsum", "--run-dir", folder)
     assert code == 2
     assert "chainsum" in err and "chain_sum" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_exits_with_its_signal_and_says_how_to_go_on(
+    capsys, tmp_path, monkeypatch, number
+):
+    stopped = SimpleNamespace(stopped_by=number)
+    monkeypatch.setattr("hilore_jax.training.trainer.train", lambda config: stopped)
+    folder = str(tmp_path / "run")
+    code, _, err = run(capsys, "train", "--task", "count", "--run-dir", folder)
+    assert code == 128 + number
+    assert number.name in err and folder in err and "--resume" in err
+
+
+def test_a_run_stopped_at_once(capsys, tmp_path, monkeypatch):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hilore_jax.training.trainer.train", interrupted)
+    code, _, err = run(capsys, "train", "--task", "count", "--run-dir", str(tmp_path / "run"))
+    assert (code, "stopped at once" in err) == (130, True)
 
 
 def test_doctor_names_versions_devices_and_extras(capsys):

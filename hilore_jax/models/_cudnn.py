@@ -73,11 +73,13 @@ def backward(
         Gradients of q, k and v.
     """
     batch, seq = q.shape[:2]
-    wide = [x.reshape(batch, seq, -1, head_dim) for x in (q, k, v, out, _where_read(mask, d_out))]
+    d_out = _where_read(mask, d_out)
+    q4, k4, v4, out4, d_out4 = (x.reshape(batch, seq, -1, head_dim) for x in (q, k, v, out, d_out))
     by_head = lse.swapaxes(2, 3).reshape(batch, -1, seq)  # [batch, heads, seq]
-    bias = _bias(mask, q.dtype)
-    grads = tracing.cudnn_attention_backward(*wide, by_head, bias, scale=head_dim**-0.5)
-    return tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
+    dq, dk, dv = tracing.cudnn_attention_backward(
+        q4, k4, v4, out4, d_out4, by_head, _bias(mask, q.dtype), scale=head_dim**-0.5
+    )
+    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
 def _bias(mask: Mask, dtype: jnp.dtype) -> Array | None:

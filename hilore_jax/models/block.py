@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PyTree
 
 from hilore_jax.models.attention import attention
@@ -34,7 +35,7 @@ class RMSNorm(nnx.Module):
         [1.0, 1.0]
     """
 
-    def __init__(self, width: int, eps: float, dtype: jnp.dtype):
+    def __init__(self, width: int, eps: float, dtype: DTypeLike):
         self.scale = nnx.Param(jnp.ones(width, dtype))
         self.eps = eps
 

@@ -90,7 +90,6 @@ class Decoder(nnx.Module):
         keys = jax.random.split(rngs.params(), config.n_layers)
         graphdef, _ = nnx.split(Block(config, linear=linear, rngs=nnx.Rngs(0)))
 
-        @jax.jit  # one program instead of an eager one for every draw and cast
         @jax.vmap
         def stack(key):
             return nnx.split(Block(config, linear=linear, rngs=nnx.Rngs(params=key)))[1]

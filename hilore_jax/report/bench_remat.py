@@ -21,6 +21,7 @@ from hilore_jax.segments import scan_blocks
 Row = dict[str, Any]
 NAMES = ("q", "k", "v", "attn_out", "attn_lse", "mlp_gate", "mlp_up")
 CODECS = ("int8", "fp8_e4m3", "fp8_e5m2", "int4")
+LAYOUTS = ("scanned", "unrolled")
 
 
 class Setup:
@@ -156,7 +157,12 @@ def bench_parity(setup: Setup, repeats: int) -> list[Row]:
     return rows
 
 
-def bench_compression(setup: Setup, repeats: int) -> list[Row]:
+def bench_compression(
+    setup: Setup,
+    repeats: int,
+    codecs: Sequence[str] = CODECS,
+    layouts: Sequence[str] = LAYOUTS,
+) -> list[Row]:
     """Compress against storing the same names, scanned and unrolled."""
     rows = []
     exact = Policy(dict.fromkeys(NAMES, Store()))
@@ -164,8 +170,10 @@ def bench_compression(setup: Setup, repeats: int) -> list[Row]:
         ("scanned", setup.stack, setup.scanned),
         ("unrolled", setup.list, lambda policy: setup.unrolled(remat(policy))),
     ):
+        if layout not in layouts:
+            continue
         stored = temp(setup.gradient(build(exact), stack, trained=False))
-        for codec in CODECS:
+        for codec in codecs:
             lossy = {name: Compress(codec) for name in ("mlp_gate", "mlp_up", "v", "attn_out")}
             policy = Policy({**dict(exact.actions), **lossy})
             compressed = temp(setup.gradient(build(policy), stack, trained=False))
@@ -183,7 +191,7 @@ def bench_compression(setup: Setup, repeats: int) -> list[Row]:
     return rows
 
 
-def bench_segments(setup: Setup) -> list[Row]:
+def bench_segments(setup: Setup, counts: Sequence[int] = (2, 3, 5)) -> list[Row]:
     """Cost in temporaries of holding one policy's blocks in several stacks."""
     weights = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(setup.stack))
     rows = []
@@ -191,7 +199,7 @@ def bench_segments(setup: Setup) -> list[Row]:
     for trained in (True, False):
         run = setup.scanned(Policy({"mlp_gate": Store(), "mlp_up": Compress()}))
         one = temp(setup.gradient(run, setup.stack, trained=trained))
-        for count in (2, 3, 5):
+        for count in counts:
             lengths = [n // count + (i < n % count) for i in range(count)]
             several = temp(setup.gradient(run, setup.split(lengths), trained=trained))
             rows.append(

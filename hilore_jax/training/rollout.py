@@ -112,10 +112,10 @@ def generate(
         jnp.asarray(tokens, jnp.int32),
         jnp.asarray(mask, bool),
         keys,
+        jnp.int32(eos_id),
+        jnp.int32(pad_id),
         max_new_tokens=max_new_tokens,
         settings=(float(temperature), int(top_k), float(top_p)),
-        eos_id=eos_id,
-        pad_id=pad_id,
     )
 
 
@@ -125,13 +125,13 @@ def _sampler():
     return jax.jit(
         _generate,
         static_argnums=0,
-        static_argnames=("max_new_tokens", "settings", "eos_id", "pad_id"),
+        static_argnames=("max_new_tokens", "settings"),
         compiler_options=compiler_options(),
     )
 
 
 def _generate(
-    graphdef, state, tokens, mask, keys, *, max_new_tokens, settings, eos_id, pad_id
+    graphdef, state, tokens, mask, keys, eos_id, pad_id, *, max_new_tokens, settings
 ) -> Rollout:
     model = nnx.merge(graphdef, state)
     temperature, top_k, top_p = settings

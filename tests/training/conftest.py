@@ -9,31 +9,40 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import hilore_jax as hl
 from hilore_jax.models.config import DecoderConfig, LoraConfig
 from hilore_jax.models.decoder import Decoder
-from hilore_jax.training.step import Batch
+from hilore_jax.training.batch import Batch
 from hilore_jax.training.toy import CharTokenizer, count_task
 from hilore_jax.training.trainer import Parts
 
 TINY = DecoderConfig(
-    vocab_size=64, d_model=32, d_ff=48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_seq=64
+    vocab_size=64, d_model=16, d_ff=24, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, max_seq=64
 )
 ROWS, PROMPT, COMPLETION = 4, 5, 4
 
 
+def random_leaf(rng, shape):
+    if len(shape) > 1 and shape[0] == TINY.vocab_size:
+        return 0.1 * rng.normal(size=shape)
+    if len(shape) == 1 or (len(shape) == 2 and shape[0] == TINY.n_layers):
+        return 1 + 0.1 * rng.normal(size=shape)  # scales of norms
+    return rng.normal(size=shape) / max(shape[-2], 10) ** 0.5  # LoRA's inner axis is short
+
+
 @functools.cache
-def tiny_decoder(lora=False, seed=0, **changes):
+def tiny_decoder(lora=False, **changes):
+    """A model with random weights, LoRA factors included, so that every leaf has a gradient.
+
+    Filled by NumPy: compiling an initializer would take longer than a test.
+    """
     config = dataclasses.replace(TINY, lora=LoraConfig(rank=2) if lora else None, **changes)
-    model = Decoder(config, rngs=nnx.Rngs(seed))
-    if lora:  # adapters away from zero, so that every factor has a gradient
-        _, adapters, _ = nnx.split(model, nnx.LoRAParam, ...)
-        keys = iter(jax.random.split(jax.random.key(5), len(jax.tree.leaves(adapters))))
-        noise = lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape)  # noqa: E731
-        nnx.update(model, jax.tree.map(noise, adapters))
-    return model
+    rng = np.random.default_rng(0)
+    abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return jax.tree.map(lambda x: jnp.asarray(random_leaf(rng, x.shape), x.dtype), abstract)
 
 
-def make_batch(micro=1, seed=0, reference=True):
+def make_batch(micro=2, seed=0, reference=True):
     """Rows with uneven prompts and completions, two-signed advantages, clipped tokens."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(2, 64, (ROWS, PROMPT + COMPLETION)).astype(np.int32)
@@ -51,20 +60,37 @@ def make_batch(micro=1, seed=0, reference=True):
     )
 
 
-@pytest.fixture
+def quick_jit(function, **options):
+    """`jax.jit` with remat's options and LLVM's optimizer off: the same program, compiled sooner.
+
+    The pass list is that of the library, so that what is rematerialized stays so.
+    """
+    quick = hl.compiler_options() | {"xla_backend_optimization_level": 0}
+    return jax.jit(function, compiler_options=quick, **options)
+
+
+@pytest.fixture(scope="session")
 def tiny():
     """Cached: a test that donates a state made of it must copy first."""
     return tiny_decoder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def batch():
     return make_batch
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
+def quick():
+    return quick_jit
+
+
+@pytest.fixture(scope="session")
 def parts():
+    """Parts whose arrays a run may consume: the cached models are shared by the tests."""
+
     def build(**options):
-        return Parts(tiny_decoder(**options), CharTokenizer(), count_task(limit=3))
+        model = jax.tree.map(jnp.copy, tiny_decoder(**options))
+        return Parts(model, CharTokenizer(), count_task(limit=3))
 
     return build

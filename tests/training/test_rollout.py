@@ -23,14 +23,20 @@ def roll(model, prompts, seed=0, **options):
     return generate(model, tokens, mask, jax.random.key(seed), **options)
 
 
-def test_greedy_equals_argmax_without_a_cache(tiny, prompts):
+@pytest.fixture(scope="module")
+def whole_logits(tiny, quick):
+    """Logits of prompt and completion without a cache, compiled once."""
+    jitted = quick(tiny().logits)
+    return lambda tokens, mask: jitted(jnp.asarray(tokens), jnp.asarray(mask))
+
+
+def test_greedy_equals_argmax_without_a_cache(tiny, prompts, whole_logits):
     model = tiny()
     found = roll(model, prompts, temperature=0.0)
     tokens = np.concatenate([prompts[0], np.zeros((4, NEW), np.int32)], axis=1)
     mask = np.concatenate([prompts[1], np.zeros((4, NEW), bool)], axis=1)
-    logits = jax.jit(model.logits)
     for step in range(NEW):
-        last = logits(jnp.asarray(tokens), jnp.asarray(mask))[:, 5 + step]
+        last = whole_logits(tokens, mask)[:, 5 + step]
         chosen = np.asarray(jnp.argmax(last, axis=-1))
         np.testing.assert_array_equal(found.tokens[:, step], chosen)
         expected = jax.nn.log_softmax(last)[np.arange(4), chosen]
@@ -38,12 +44,12 @@ def test_greedy_equals_argmax_without_a_cache(tiny, prompts):
         tokens[:, 6 + step], mask[:, 6 + step] = chosen, True
 
 
-def test_logps_are_the_learners_at_the_temperature_without_truncation(tiny, prompts):
+def test_logps_are_the_learners_at_the_temperature_without_truncation(tiny, prompts, whole_logits):
     model = tiny()
     found = roll(model, prompts, temperature=0.5, top_k=3, top_p=0.9)
     tokens = np.concatenate([prompts[0], found.tokens], axis=1)
     mask = np.concatenate([prompts[1], found.mask], axis=1)
-    logp = jax.nn.log_softmax(model.logits(jnp.asarray(tokens), jnp.asarray(mask)) / 0.5)
+    logp = jax.nn.log_softmax(whole_logits(tokens, mask) / 0.5)
     expected = jnp.take_along_axis(logp[:, -NEW - 1 : -1], found.tokens[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(found.logps, jnp.where(found.mask, expected, 0), atol=1e-4)
 
@@ -64,6 +70,21 @@ def test_mask_ends_with_the_first_end_of_sequence(tiny, prompts, pad):
         assert set(found.tokens[row, length:].tolist()) <= {pad}
         np.testing.assert_array_equal(found.logps[row, length:], 0.0)
     assert found.finished[1]
+
+
+def test_decoding_stops_when_every_row_has_ended(tiny, prompts):
+    model = tiny()
+    free = roll(model, prompts, eos_id=-1)
+    assert int(free.steps) == NEW
+    # Two rows with the same prompt and key say the same; what they say second ends both.
+    twice = (prompts[0][[0, 0]], prompts[1][[0, 0]])
+    keys = row_keys(jax.random.key(0), 1)[jnp.zeros(2, int)]
+    said = generate(model, *twice, keys, max_new_tokens=NEW, eos_id=-1).tokens[0]
+    first = int(jnp.argmax(said == said[1])) + 1  # it may say that first, too
+    ended = generate(model, *twice, keys, max_new_tokens=NEW, eos_id=int(said[1]))
+    assert ended.finished.all()
+    assert int(ended.steps) == first < NEW
+    np.testing.assert_array_equal(ended.mask.sum(axis=1), [first, first])
 
 
 def test_a_prompt_that_holds_the_end_token_is_not_finished(tiny, prompts):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ from flax import nnx
 import hilore_jax as hl
 from hilore_jax.models.decoder import segment
 from hilore_jax.training.step import (
-    check_batch,
     init_state,
     jit_update,
     make_actor_update,
@@ -35,19 +35,41 @@ def optimizer():
     return optax.adamw(1e-2, eps=1e-3, weight_decay=0.1)
 
 
-@functools.cache
-def compiled(model):
-    """(state, gradients, update) of a model, each compiled once for all tests; nothing donated."""
-    graphdef, state = init_state(model, optimizer(), jax.random.key(0))
-    gradients = make_gradients(graphdef, **OPTIONS)
-    update = make_actor_update(graphdef, optimizer(), max_grad_norm=MAX_NORM, **OPTIONS)
-    options = {"static_argnums": 0, "compiler_options": hl.compiler_options()}
-    return graphdef, state, jax.jit(gradients, **options), jax.jit(update, **options)
+@pytest.fixture(scope="module")
+def learner(tiny, quick):
+    """The library's own jitted update, which counts its traces and donates, and jitted gradients.
+
+    Compiled once for all tests: `update` copies the state that it gives away.
+    """
+    graphdef, state = init_state(segment(tiny(), GC), optimizer(), jax.random.key(0))
+    inner = make_actor_update(graphdef, optimizer(), max_grad_norm=MAX_NORM, **OPTIONS)
+    traces = []
+
+    def counted(*args):
+        traces.append(1)
+        return inner(*args)
+
+    donating = jit_update(counted)
+    return types.SimpleNamespace(
+        graphdef=graphdef,
+        state=state,
+        traces=traces,
+        donating=donating,
+        update=lambda state, batch: donating(GC, jax.tree.map(jnp.copy, state), batch),
+        gradients=quick(make_gradients(graphdef, **OPTIONS), static_argnums=0),
+    )
 
 
-def setup(model, policies=GC):
-    graphdef, state = init_state(segment(model, policies), optimizer(), jax.random.key(0))
-    return graphdef, jax.tree.map(jnp.copy, state)  # may be donated; models are shared
+@pytest.fixture(scope="module")
+def lora_learner(tiny, quick):
+    graphdef, state = init_state(tiny(lora=True), optimizer(), jax.random.key(0))
+    update = make_actor_update(
+        graphdef, optimizer(), max_grad_norm=MAX_NORM, entropy=True, **OPTIONS
+    )
+    jitted = quick(update, static_argnums=0)
+    return types.SimpleNamespace(
+        graphdef=graphdef, state=state, update=lambda state, batch: jitted(GC, state, batch)
+    )
 
 
 def plain_loss(params, graphdef, frozen, batch):
@@ -78,47 +100,62 @@ def assert_equal(found, expected):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_update_equals_the_plain_reference(tiny, batch, lora):
-    graphdef, state, _, update = compiled(tiny(lora=lora))
-    data = batch(micro=2)
-    reference = jax.jit(jax.value_and_grad(plain_loss), static_argnums=1)
-    loss, grads = reference(state.params, graphdef, state.frozen, data)
-    norm = optax.tree.norm(grads)
-    assert norm > MAX_NORM  # else the clipping below would go untested
-    scaled = jax.tree.map(lambda g: g * MAX_NORM / norm, grads)
-    step, opt_state = optimizer().update(scaled, state.opt_state, state.params)
-    expected = optax.apply_updates(state.params, step)
+@pytest.mark.parametrize("name", ["learner", "lora_learner"])
+def test_update_equals_the_plain_reference(request, batch, quick, name):
+    one = request.getfixturevalue(name)
+    state, data = one.state, batch(micro=2)
 
-    new, metrics = update(GC, state, data)
+    def reference(state, data):
+        loss, grads = jax.value_and_grad(plain_loss)(state.params, one.graphdef, state.frozen, data)
+        norm = optax.tree.norm(grads)
+        scaled = jax.tree.map(lambda g: g * MAX_NORM / norm, grads)
+        step, opt_state = optimizer().update(scaled, state.opt_state, state.params)
+        return loss, norm, step, opt_state
+
+    loss, norm, step, opt_state = quick(reference)(state, data)
+    assert norm > MAX_NORM  # else the clipping would go untested
+    new, metrics = one.update(state, data)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
     assert_close(new.opt_state, opt_state, 1e-4)
+    expected = optax.apply_updates(state.params, step)
     moves = jax.tree.map(jnp.subtract, new.params, state.params)
     assert_close(moves, jax.tree.map(jnp.subtract, expected, state.params), 1e-3)
     assert_equal(new.frozen, state.frozen)
     assert int(new.step) == 1
     assert int(metrics["n_tokens"]) == 10
     assert int(metrics["nonfinite"]) == 0
+    assert float(metrics["clip_ratio/region_mean"]) > 0  # else the clip would go untested
 
 
-def test_only_adapters_train_with_lora(tiny):
-    _, state = setup(tiny(lora=True))
-
+def test_only_adapters_train_with_lora(lora_learner):
     def kinds(tree):
         leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
         return {type(leaf) for leaf in leaves}
 
+    state = lora_learner.state
     assert (kinds(state.params), kinds(state.frozen)) == ({nnx.LoRAParam}, {nnx.Param})
 
 
-@pytest.mark.parametrize("policies", [GC, INT8])
-def test_gradients_are_the_same_for_every_microbatch_split(tiny, batch, policies):
+def test_entropy_is_the_mean_over_optimized_tokens_and_only_on_request(
+    learner, lora_learner, tiny, batch, quick
+):
+    data = batch(micro=2)
+    _, metrics = lora_learner.update(lora_learner.state, data)
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), data)
+    logits = quick(tiny(lora=True).logits)(flat.tokens, flat.attention_mask)[:, -5:-1]
+    logp = jax.nn.log_softmax(logits / TEMPERATURE)
+    entropy = -np.sum(np.exp(logp) * logp, axis=-1)[np.asarray(flat.completion_mask)].mean()
+    np.testing.assert_allclose(metrics["entropy"], entropy, rtol=1e-5)
+    assert "entropy" not in learner.update(learner.state, data)[1]
+
+
+@pytest.mark.parametrize(("policies", "splits"), [(GC, (2, 4)), (INT8, (4,))])
+def test_gradients_are_the_same_for_every_microbatch_split(learner, batch, policies, splits):
     # Tiles lie along features, so that compression does not mix rows.
-    _, state, gradients, _ = compiled(tiny())
-    whole, expected = gradients(policies, state, batch(micro=1))
-    for micro in (2, 4):
-        grads, metrics = gradients(policies, state, batch(micro=micro))
+    whole, expected = learner.gradients(policies, learner.state, batch(micro=1))
+    for micro in splits:
+        grads, metrics = learner.gradients(policies, learner.state, batch(micro=micro))
         assert_close(grads, whole)
         assert metrics.keys() == expected.keys()
         for name in expected:
@@ -128,16 +165,16 @@ def test_gradients_are_the_same_for_every_microbatch_split(tiny, batch, policies
     assert len(set(counts.tolist())) == 4
 
 
-def program(tiny, batch, policies):
-    _, state, gradients, _ = compiled(tiny())
-    text = str(gradients.trace(policies, state, batch()).jaxpr)
-    return text, gradients(policies, state, batch())[0]
+def program(learner, data, policies):
+    text = str(learner.gradients.trace(policies, learner.state, data).jaxpr)
+    return text, learner.gradients(policies, learner.state, data)[0]
 
 
-def test_policies_change_the_program_and_not_the_exact_gradient(tiny, batch):
-    store, exact = program(tiny, batch, STORE)
-    gc, same = program(tiny, batch, GC)
-    compressed, near = program(tiny, batch, INT8)
+def test_policies_change_the_program_and_not_the_exact_gradient(learner, batch):
+    data = batch(micro=1)
+    store, exact = program(learner, data, STORE)
+    gc, same = program(learner, data, GC)
+    compressed, near = program(learner, data, INT8)
     assert gc.count("dot_general") > store.count("dot_general")
     assert "i8[" in compressed and "i8[" not in store + gc
     assert_close(same, exact, 1e-5)
@@ -145,36 +182,27 @@ def test_policies_change_the_program_and_not_the_exact_gradient(tiny, batch):
     assert 1e-4 < float(error) < 0.03
 
 
-def test_state_is_donated_and_batch_is_not(tiny, batch):
-    graphdef, state = setup(tiny())
-    data = batch()
-    update = jit_update(make_actor_update(graphdef, optimizer(), **OPTIONS))
-    new, _ = update(GC, state, data)
+def test_state_is_donated_and_batch_is_not(learner, batch):
+    state, data = jax.tree.map(jnp.copy, learner.state), batch()
+    new, _ = learner.donating(GC, state, data)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state)))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(data))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(new))
 
 
-def test_one_trace_for_equal_policies_and_new_states(tiny, batch):
-    graphdef, state = setup(tiny())
-    inner, traces = make_actor_update(graphdef, optimizer(), **OPTIONS), []
-
-    def counted(*args):
-        traces.append(1)
-        return inner(*args)
-
-    update = jit_update(counted)
+def test_one_trace_for_equal_policies_and_new_states(learner, batch):
+    state = jax.tree.map(jnp.copy, learner.state)
     for seed in range(3):
-        state, _ = update((hl.Policy({}),) * 2, state, batch(seed=seed))
-    assert len(traces) == 1
+        state, _ = learner.donating((hl.Policy({}),) * 2, state, batch(seed=seed))
+    assert len(learner.traces) == 1
     assert int(state.step) == 3
 
 
-def test_no_optimized_token_moves_nothing(tiny, batch):
-    _, state, _, update = compiled(tiny())
-    moved, _ = update(GC, state, batch())  # momentum and weight decay now want to move on
-    empty = dataclasses.replace(batch(), completion_mask=jnp.zeros((1, 4, 4), bool))
-    still, metrics = update(GC, moved, empty)
+def test_no_optimized_token_moves_nothing(learner, batch):
+    data = batch()
+    moved, _ = learner.update(learner.state, data)  # momentum and decay now want to move on
+    empty = dataclasses.replace(data, completion_mask=jnp.zeros_like(data.completion_mask))
+    still, metrics = learner.update(moved, empty)
     assert_equal((still.params, still.opt_state), (moved.params, moved.opt_state))
     assert int(still.step) == 2
     for name in ("loss", "grad_norm", "exposure", "n_tokens", "nonfinite", "kl"):
@@ -186,21 +214,21 @@ FIELDS = ["logp_old", "logp_ref"]
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_non_finite_under_the_mask_never_leaks(tiny, batch, field, value):
-    _, state, gradients, _ = compiled(tiny())
-    data = batch()
+def test_non_finite_off_the_mask_never_leaks(learner, batch, field, value):
+    data = batch(micro=1)
     dirty = jnp.where(data.completion_mask, getattr(data, field), value)
-    expected = gradients(GC, state, data)
-    assert_equal(gradients(GC, state, dataclasses.replace(data, **{field: dirty})), expected)
+    assert not np.all(np.isfinite(dirty))
+    expected = learner.gradients(GC, learner.state, data)
+    found = learner.gradients(GC, learner.state, dataclasses.replace(data, **{field: dirty}))
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("field", [*FIELDS, "advantages"])
-def test_non_finite_leaves_the_state_and_names_row_and_position(tiny, batch, field):
-    _, state, _, update = compiled(tiny())
-    data = batch(micro=2)
+def test_non_finite_leaves_the_state_and_names_row_and_position(learner, batch, field):
+    state, data = learner.state, batch(micro=2)
     index = (1, 0) if field == "advantages" else (1, 0, 2)  # row 2 of the batch
     data = dataclasses.replace(data, **{field: getattr(data, field).at[index].set(jnp.nan)})
-    new, metrics = update(GC, state, data)
+    new, metrics = learner.update(state, data)
     moving = lambda s: (s.params, s.frozen, s.opt_state, s.step)  # noqa: E731
     assert_equal(moving(new), moving(state))
     assert int(metrics["nonfinite"]) == 1
@@ -209,12 +237,11 @@ def test_non_finite_leaves_the_state_and_names_row_and_position(tiny, batch, fie
         raise_if_nonfinite(metrics, data)
 
 
-def test_non_finite_gradient_is_told_apart(tiny, batch):
-    _, state, _, update = compiled(tiny())
-    # Finite log-probs whose loss overflows: the reference is too far away for float32.
-    data = batch()
-    data = dataclasses.replace(data, advantages=jnp.full((1, 4), 3e38, jnp.float32))
-    new, metrics = update(GC, state, data)
+def test_non_finite_gradient_is_told_apart(learner, batch):
+    # Finite log-probs and advantages whose loss overflows float32.
+    state, data = learner.state, batch()
+    data = dataclasses.replace(data, advantages=jnp.full((2, 2), 3e38, jnp.float32))
+    new, metrics = learner.update(state, data)
     assert_equal(new.params, state.params)
     assert (int(metrics["nonfinite"]), int(metrics["nonfinite_index"])) == (1, -1)
     with pytest.raises(FloatingPointError, match="loss or a gradient"):
@@ -222,43 +249,21 @@ def test_non_finite_gradient_is_told_apart(tiny, batch):
 
 
 def test_bfloat16_parameters_keep_their_dtype_and_float32_moments(tiny, batch):
-    graphdef, state = setup(tiny(param_dtype="bfloat16", dtype="bfloat16"))
-    update = jit_update(make_actor_update(graphdef, optimizer(), **OPTIONS))
+    model = tiny(param_dtype="bfloat16", dtype="bfloat16")
+    graphdef, state = init_state(model, optimizer(), jax.random.key(0))
+    update = functools.partial(make_actor_update(graphdef, optimizer(), **OPTIONS), GC)
     for _ in range(2):
-        state, _ = update(GC, state, batch())
+        state, _ = jax.eval_shape(update, state, batch())
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
     moments = [x for x in jax.tree.leaves(state.opt_state) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert {leaf.dtype for leaf in moments} == {jnp.dtype("float32")}
 
 
-def test_score_equals_whole_log_softmax(tiny, batch):
-    model = tiny()
-    graphdef, state = setup(model)
-    data = batch(micro=2)
-    score = make_score(graphdef, temperature=TEMPERATURE)
+def test_score_equals_whole_log_softmax(learner, tiny, batch, quick):
+    data, state = batch(micro=2), learner.state
+    score = make_score(learner.graphdef, temperature=TEMPERATURE)
     found = score(state.params, state.frozen, data.tokens, data.attention_mask, completion=4)
     tokens, mask = data.tokens.reshape(4, -1), data.attention_mask.reshape(4, -1)
-    logp = jax.nn.log_softmax(model.logits(tokens, mask) / TEMPERATURE)[:, -5:-1]
+    logp = jax.nn.log_softmax(quick(tiny().logits)(tokens, mask) / TEMPERATURE)[:, -5:-1]
     expected = jnp.take_along_axis(logp, tokens[:, -4:, None], axis=-1)[..., 0]
     np.testing.assert_allclose(found.reshape(4, 4), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("field", "shape"),
-    [
-        ("logp_old", (1, 4, 3)),
-        ("logp_ref", (1, 3, 4)),
-        ("advantages", (1, 4, 1)),
-        ("attention_mask", (1, 4, 8)),
-        ("tokens", (4, 9)),
-        ("completion_mask", (1, 4, 9)),
-    ],
-)
-def test_shapes_that_do_not_fit_name_the_field(batch, field, shape):
-    dtype = getattr(batch(), field).dtype
-    wrong = {field: jnp.zeros(shape, dtype)}
-    fields = {f.name: getattr(batch(), f.name) for f in dataclasses.fields(batch())}
-    # The width of the completion mask decides: another one makes the log-probs wrong.
-    named = "logp_old" if field == "completion_mask" else field
-    with pytest.raises((ValueError, TypeError), match=named):
-        check_batch(type(batch())(**(fields | wrong)))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import signal
+import sys
 from pathlib import Path
 
 import jax
@@ -11,36 +12,55 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hilore_jax.training import checkpoint
+from hilore_jax.training import checkpoint, trainer
 from hilore_jax.training.config import TrainConfig
+from hilore_jax.training.learner import Learner
 from hilore_jax.training.metrics import read_metrics
+from hilore_jax.training.report import kept_bytes
 from hilore_jax.training.tasks import Task
-from hilore_jax.training.trainer import Learner, train
+from hilore_jax.training.trainer import Parts, train
+
+SETTINGS = TrainConfig(
+    prompts=2,
+    group=4,
+    micro_rows=4,
+    prompt_length=6,
+    completion_length=3,
+    task="count",
+    policy="mlp_gate=int8,attn_out=store",
+    updates=3,
+    learning_rate=1e-2,
+    lora_rank=0,
+    beta=0.01,
+    save_every=0,
+    quiet=True,
+)
 
 
 @pytest.fixture
 def config(tmp_path):
-    return TrainConfig(
-        prompts=2,
-        group=4,
-        micro_rows=4,
-        prompt_length=6,
-        completion_length=3,
-        task="count",
-        updates=3,
-        learning_rate=1e-2,
-        lora_rank=0,
-        beta=0.01,
-        save_every=0,
-        run_dir=str(tmp_path / "run"),
-        quiet=True,
-    )
+    return dataclasses.replace(SETTINGS, run_dir=str(tmp_path / "run"))
 
 
-def fresh(parts, **options):
-    """Parts whose arrays a run may consume: cached models are shared by the tests."""
-    built = parts(**options)
-    return dataclasses.replace(built, model=jax.tree.map(jnp.copy, built.model))
+@pytest.fixture(scope="module")
+def shared(parts):
+    """(learner, parts, its first state), so that the update is compiled once for all tests."""
+    built = parts()
+    learner = Learner(SETTINGS, built.model)
+    start = jax.tree.map(jnp.copy, learner.state)
+    return learner, built, start
+
+
+@pytest.fixture
+def run(shared):
+    """`train` as a new process would: the learner starts from the first state again."""
+    learner, built, start = shared
+
+    def begin(config, parts: Parts = built, **options):
+        learner.state = jax.tree.map(jnp.copy, start)
+        return train(config, parts, learner=learner, **options)
+
+    return begin
 
 
 def untimed(metrics):
@@ -54,90 +74,207 @@ def lines(config):
 NAMES = """step reward reward_std frac_reward_zero_std completions/mean_length
 completions/min_length completions/max_length completions/clipped_ratio rollout_logp_diff loss
 grad_norm kl clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean is_ratio/mean
-is_ratio/max exposure n_tokens nonfinite n_traces update_temp_bytes""".split()
+is_ratio/max exposure n_tokens nonfinite n_traces update_temp_bytes
+bytes_H bytes_L bytes_R bytes_O""".split()
 
 
-def test_a_run_leaves_its_files_and_resumes_bit_for_bit(config, parts, tmp_path):
-    run = train(config, fresh(parts))
-    assert not run.interrupted
-    assert [m["step"] for m in run.metrics] == [1, 2, 3]
-    assert {m["n_traces"] for m in run.metrics} == {1}
-    assert {m["nonfinite"] for m in run.metrics} == {0}
-    assert set(NAMES) <= set(run.metrics[0])
-    assert max(m["rollout_logp_diff"] for m in run.metrics) < 1e-4
-    assert max(m["grad_norm"] for m in run.metrics) > 0
-    folder = tmp_path / "run"
+def interrupt(number, at):
+    """An `on_update` that receives a signal during update `at`."""
+
+    def on_update(metrics, batch):
+        if metrics["step"] == at:
+            signal.raise_signal(number)
+
+    return on_update
+
+
+@pytest.fixture(scope="module")
+def whole(shared, tmp_path_factory):
+    """An uninterrupted run, its settings and its lines; tests compare with it."""
+    learner, built, start = shared
+    config = dataclasses.replace(SETTINGS, run_dir=str(tmp_path_factory.mktemp("whole") / "run"))
+    learner.state = jax.tree.map(jnp.copy, start)
+    done = train(config, built, learner=learner)
+    return done.metrics, jax.tree.map(np.asarray, done.state.params), config
+
+
+def test_a_run_leaves_its_files_and_metrics(whole):
+    metrics, _, config = whole
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    assert {m["n_traces"] for m in metrics} == {1}
+    assert {m["nonfinite"] for m in metrics} == {0}
+    assert set(NAMES) <= set(metrics[0])
+    assert "entropy" not in metrics[0]  # on request only
+    assert max(m["rollout_logp_diff"] for m in metrics) < 1e-4
+    assert max(m["grad_norm"] for m in metrics) > 0
+    folder = Path(config.run_dir)
     assert json.loads((folder / "config.json").read_text())["group"] == 4
     recorded = json.loads((folder / "versions.json").read_text())
     assert {"python", "jax", "flax", "optax", "device", "policy"} <= set(recorded)
     assert checkpoint.steps(folder / "checkpoints") == [3]
 
-    # The same run, interrupted after its second update, then resumed.
-    halved = dataclasses.replace(config, run_dir=str(tmp_path / "halved"))
 
-    def interrupt(metrics, batch):
+def test_kept_bytes_are_those_of_all_blocks_by_action(whole, shared):
+    metrics, _, config = whole
+    shape = shared[1].model.config
+    tokens = config.micro_rows * (config.prompt_length + config.completion_length)
+    # int8: a byte an element and a bfloat16 scale a token, since d_ff is less than a tile.
+    expected = {
+        "bytes_H": shape.n_layers * tokens * shape.n_heads * shape.head_dim * 4,
+        "bytes_L": shape.n_layers * tokens * (shape.d_ff + 2),
+        "bytes_R": 0,
+        "bytes_O": 0,
+    }
+    assert {name: metrics[0][name] for name in expected} == expected
+    # Policies that differ by block are added up.
+    policies = (config.parsed_policy, dataclasses.replace(config, policy="gc").parsed_policy)
+    half = {name: value // 2 for name, value in expected.items()}
+    assert kept_bytes(shape, policies, config.micro_rows, tokens // config.micro_rows) == half
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_resumes_bit_for_bit(run, whole, config, number):
+    metrics, params, reference = whole
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    stopped = run(config, on_update=interrupt(number, 2))
+    assert stopped.stopped_by == number
+    assert len(lines(config)) == 2
+    assert {n: signal.getsignal(n) for n in handlers} == handlers
+    with (Path(config.run_dir) / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')  # as if the process had died while writing
+    resumed = run(dataclasses.replace(config, resume=True))
+    assert resumed.stopped_by is None
+    assert [m["step"] for m in resumed.metrics] == [3]
+    assert lines(config) == lines(reference)
+    jax.tree.map(np.testing.assert_array_equal, resumed.state.params, params)
+    # Witness that the run was not simply done from its start: the updates differ.
+    assert untimed(resumed.metrics) != untimed(metrics[:1])
+
+
+def test_a_second_interruption_stops_at_once_and_keeps_what_was_written(run, config):
+    def twice(metrics, batch):
         if metrics["step"] == 2:
             signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("the second signal must not return")
 
-    stopped = train(halved, fresh(parts), on_update=interrupt)
-    assert stopped.interrupted
-    assert len(lines(halved)) == 2
-    with (tmp_path / "halved" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "rew')  # as if the process had died while writing
-    resumed = train(dataclasses.replace(halved, resume=True), fresh(parts))
-    assert [m["step"] for m in resumed.metrics] == [3]
-    assert lines(halved) == lines(config)
-    for one, other in zip(
-        jax.tree.leaves(resumed.state.params), jax.tree.leaves(run.state.params), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    with pytest.raises(KeyboardInterrupt):
+        run(dataclasses.replace(config, save_every=1), on_update=twice)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [line["step"] for line in lines(config)] == [1, 2]
+    # The checkpoint of update 1 was written; that of update 2 was not yet.
+    resumed = run(dataclasses.replace(config, resume=True, updates=2))
+    assert [m["step"] for m in resumed.metrics] == [2]
 
-    # Other settings are refused by name.
-    other = dataclasses.replace(halved, resume=True, learning_rate=2e-2, updates=4)
+
+def test_nothing_is_lost_when_a_later_reward_fails(run, shared, config):
+    built = shared[1]
+
+    def draw(index):
+        if index >= 2 * config.prompts:
+            raise ValueError(f"item {index} is damaged")
+        return built.task.draw(index)
+
+    broken = dataclasses.replace(built, task=dataclasses.replace(built.task, draw=draw))
+    with pytest.raises(ValueError, match="item 4 is damaged"):
+        run(config, broken)
+    assert [line["step"] for line in lines(config)] == [1, 2]
+    resumed = run(dataclasses.replace(config, resume=True))
+    assert [m["step"] for m in resumed.metrics] == [3]
+
+
+def test_a_non_finite_update_names_the_row_and_can_be_gone_on_from(run, shared, config):
+    learner = shared[0]
+    original = learner.batch
+
+    def poisoned(experience):
+        batch, metrics = original(experience)
+        if int(learner.state.step) == 1:
+            old = batch.logp_old.at[1, 2, 0].set(jnp.nan)
+            batch = dataclasses.replace(batch, logp_old=old)
+        return batch, metrics
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learner, "batch", poisoned)
+        with pytest.raises(FloatingPointError, match=r"row 6 \(microbatch 1, row 2\)"):
+            run(config)
+    assert [line["step"] for line in lines(config)] == [1]
+    resumed = run(dataclasses.replace(config, resume=True, updates=2))
+    assert [m["step"] for m in resumed.metrics] == [2]
+
+
+def test_other_settings_are_not_resumed(run, config):
+    run(dataclasses.replace(config, updates=1))
+    other = dataclasses.replace(config, resume=True, learning_rate=2e-2, updates=4)
     with pytest.raises(ValueError, match=r"learning_rate: checkpoint 0\.01, this run 0\.02"):
-        train(other, fresh(parts))
+        run(other)
 
 
-def test_lora_reference_is_the_base_model(config, parts):
+def test_nothing_to_resume_says_what_to_do(run, config):
+    Path(config.run_dir).mkdir()
+    with pytest.raises(ValueError, match="no checkpoint; start anew in another run folder"):
+        run(dataclasses.replace(config, resume=True))
+
+
+def test_lora_reference_is_the_base_model(config, parts, tiny, quick):
     # Adapters start away from zero here, so that policy and reference differ.
-    learner = Learner(dataclasses.replace(config, lora_rank=2), fresh(parts, lora=True).model)
+    learner = Learner(dataclasses.replace(config, lora_rank=2), parts(lora=True).model)
     tokens = np.full((1, 2, 5), 7, np.int32)
     mask = np.ones((1, 2, 5), bool)
-    base = fresh(parts).model
+    base = parts().model
     nnx.update(base, learner.state.frozen)
-    with_adapters = learner._scored(learner.state.params, tokens, mask)
-    without = learner._scored(learner._reference, tokens, mask)
-    logp = jax.nn.log_softmax(base.logits(jnp.asarray(tokens[0])))
+    with_adapters = learner.score(learner.state.params, tokens, mask)
+    without = learner.score(learner.reference, tokens, mask)
+    logp = jax.nn.log_softmax(quick(base.logits)(jnp.asarray(tokens[0])))
     np.testing.assert_allclose(without[0], logp[:, 1:4, 7], atol=1e-5)
     assert float(jnp.max(jnp.abs(with_adapters - without))) > 1e-3
 
 
 def test_no_reference_without_beta(config, parts):
-    learner = Learner(dataclasses.replace(config, beta=0.0), fresh(parts).model)
-    assert learner._reference is None
+    learner = Learner(dataclasses.replace(config, beta=0.0), parts().model)
+    assert learner.reference is None
 
 
-def test_a_long_prompt_names_the_item_and_the_remedy(config, parts):
+def test_a_long_prompt_names_the_item_and_the_remedy(run, config):
     with pytest.raises(ValueError, match=r"item \d+ .*'count'.*prompt_length to at least"):
-        train(dataclasses.replace(config, prompt_length=1), fresh(parts))
+        run(dataclasses.replace(config, prompt_length=1))
 
 
-def test_a_sequence_beyond_the_model_is_refused(config, parts):
+def test_a_sequence_beyond_the_model_is_refused(run, config):
     with pytest.raises(ValueError, match="= 103 tokens exceeds the model's 64"):
-        train(dataclasses.replace(config, prompt_length=100), fresh(parts))
+        run(dataclasses.replace(config, prompt_length=100))
 
 
-def test_a_failing_reward_names_the_item(config, parts):
+def test_a_failing_reward_names_the_item(run, shared, config):
     def broken(answer, item):
         raise RuntimeError("no verifier")
 
-    built = fresh(parts)
-    task = Task("broken", built.task.draw, broken, instruction="")
-    # A number in the completion is needed for the scorer to be called: count prompts are letters,
-    # so let every completion count as words.
-    words = dataclasses.replace(
-        task, draw=lambda i: dataclasses.replace(built.task.draw(i), answer="x")
-    )
+    built = shared[1]
+    # The answer is a word, so that every completion counts as one and reaches the scorer.
+    draw = lambda i: dataclasses.replace(built.task.draw(i), answer="x")  # noqa: E731
+    task = Task("broken", draw, broken, instruction="")
     with pytest.raises(ValueError, match="'broken' raised RuntimeError on item"):
-        train(config, dataclasses.replace(built, task=words))
+        run(config, dataclasses.replace(built, task=task))
+
+
+def test_a_missing_extra_is_named_before_weights_are_loaded(config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    with pytest.raises(ImportError, match=r"hilore_jax\[tasks\]"):
+        train(dataclasses.replace(config, task="chain_sum", model="no such model"))
+    assert not Path(config.run_dir).exists()
+
+
+def test_weights_that_train_are_float32_and_a_frozen_base_is_not(config, parts, monkeypatch):
+    seen = {}
+    built = parts()
+
+    def load(name, **options):
+        seen.update(options)
+        return built.model
+
+    monkeypatch.setattr("hilore_jax.models.weights.load", load)
+    monkeypatch.setattr("hilore_jax.models.tokenizer.load", lambda name: built.tokenizer)
+    for rank, dtype in ((0, "float32"), (4, "bfloat16")):
+        trainer.load_parts(dataclasses.replace(config, lora_rank=rank, dtype="bfloat16"))
+        assert seen["param_dtype"] == dtype
