@@ -119,7 +119,7 @@ def _explain(argv: Sequence[str]) -> None:
     lora = LoraConfig(rank=config.lora_rank) if config.lora_rank else None
     shape = family(config.model, dtype=config.dtype, param_dtype=config.dtype, lora=lora)
     block, arguments = block_and_arguments(shape, config.rows, config.seq)
-    print(explain(parse_policy(config.policy), block, *arguments))
+    print(explain(parse_policy(config.policy), block, *arguments, argnums=(0, 1)))
 
 
 def _doctor(argv: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -115,22 +115,30 @@ def format_bytes(n: int) -> str:
     raise AssertionError("unreachable")
 
 
-def explain(policy: Policy | Any, block_fn: Callable[..., Any], *args: Any) -> Explanation:
+def explain(
+    policy: Policy | Any,
+    block_fn: Callable[..., Any],
+    *args: Any,
+    argnums: Sequence[int] | None = None,
+) -> Explanation:
     """Says what `hl.remat(policy)(block_fn)` keeps and recomputes, without running it.
 
-    Every input is taken to be differentiated. FLOPs are those of matmuls (a multiply-add is two),
+    FLOPs are those of matmuls (a multiply-add is two),
     counted in the traced gradient after dead code is removed; they are counted, not measured.
 
     Args:
         policy: the policy to explain.
         block_fn: the undecorated block; its arguments may be NNX modules.
         *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+        argnums: positions of the arguments that are differentiated, as in `jax.grad`; None is
+            all. A rotary embedding's angles, say, are not: their derivative would need the
+            unrotated queries.
 
     Returns:
         `Explanation`; print it for the table.
 
     Raises:
-        ValueError: a listed name does not occur in the block.
+        ValueError: a listed name does not occur in the block; `argnums` with NNX modules.
 
     Example:
         >>> import jax.numpy as jnp
@@ -144,21 +152,33 @@ def explain(policy: Policy | Any, block_fn: Callable[..., Any], *args: Any) -> E
         (520, 2048, 0)
     """
     check_policy(policy)
+    if not any(modules.is_module(x) for x in jax.tree.leaves(args, is_leaf=modules.is_module)):
+        moving = range(len(args)) if argnums is None else [n % len(args) for n in argnums]
+        marks = [i in moving for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        return _explain(policy, block_fn, args, marks)
+    if argnums is not None:
+        raise ValueError(
+            "explain(argnums=...) takes no NNX modules; split them and pass the state."
+        )
     found: list[Explanation] = []
 
     def analyse(fn: Callable, *inner: Any, **kwargs: Any) -> Any:
-        found.append(_explain(policy, fn, inner))
+        found.append(_explain(policy, fn, inner, [True] * len(jax.tree.leaves(inner))))
         return jax.eval_shape(fn, *inner, **kwargs)[0], {}
 
-    if any(modules.is_module(leaf) for leaf in jax.tree.leaves(args, is_leaf=modules.is_module)):
-        modules.lifted(analyse, block_fn)(*args)
-        return found[0]
-    return _explain(policy, block_fn, args)
+    modules.lifted(analyse, block_fn)(*args)
+    return found[0]
 
 
-def _gradient_work(policy: Policy, fn: Callable, leaves: list[Any], tree: Any) -> tracing.Work:
-    """Matmuls of output and gradient with respect to every floating-point input."""
-    places = [i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+def _gradient_work(
+    policy: Policy, fn: Callable, leaves: list[Any], tree: Any, marks: list[bool]
+) -> tracing.Work:
+    """Matmuls of output and gradient with respect to the marked floating-point inputs."""
+    places = [
+        i
+        for i, (x, mark) in enumerate(zip(leaves, marks, strict=True))
+        if mark and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    ]
 
     def outputs(moving: list[Any], resting: list[Any]) -> list[Any]:
         full = list(resting)
@@ -176,15 +196,15 @@ def _gradient_work(policy: Policy, fn: Callable, leaves: list[Any], tree: Any) -
     return tracing.live_work(gradient, leaves, shapes)
 
 
-def _explain(policy: Policy, fn: Callable, args: tuple[Any, ...]) -> Explanation:
+def _explain(policy: Policy, fn: Callable, args: tuple[Any, ...], marks: list[bool]) -> Explanation:
     leaves, tree = jax.tree.flatten(args)
     traced = tracing.trace(fn, *args)
     check_names(policy, traced)
     sites = list(tracing.sites(traced.jaxpr))
-    plain = _gradient_work(Policy(default=Store()), fn, leaves, tree)
-    total = plain if policy.keeps_everything else _gradient_work(policy, fn, leaves, tree)
+    plain = _gradient_work(Policy(default=Store()), fn, leaves, tree, marks)
+    total = plain if policy.keeps_everything else _gradient_work(policy, fn, leaves, tree, marks)
     names = list(dict.fromkeys(site.name for site in sites))
-    kept = _kept_by_name(policy, traced, names)
+    kept = _kept_by_name(policy, traced, names, marks)
     tainted = replay.tainted_names(policy, traced)
     rows = []
     for name in names:
@@ -194,7 +214,7 @@ def _explain(policy: Policy, fn: Callable, args: tuple[Any, ...]) -> Explanation
             stored = Policy(
                 {**dict(policy.actions), name: Store()}, tainted_matmuls=policy.tainted_matmuls
             )
-            spared = total - _gradient_work(stored, fn, leaves, tree)
+            spared = total - _gradient_work(stored, fn, leaves, tree, marks)
         exact = sum(math.prod(s.shape) * s.dtype.itemsize for s in mine)
         rows.append(
             Row(
@@ -213,16 +233,18 @@ def _explain(policy: Policy, fn: Callable, args: tuple[Any, ...]) -> Explanation
     extra = tracing.Work(0, 0)
     if policy.names(Compress) and not policy.tainted_matmuls:
         loose = Policy(dict(policy.actions), tainted_matmuls=True)
-        extra = total - _gradient_work(loose, fn, leaves, tree)
+        extra = total - _gradient_work(loose, fn, leaves, tree, marks)
     return Explanation(tuple(rows), total - plain, inputs, _notes(policy, rows, extra))
 
 
-def _kept_by_name(policy: Policy, traced: tracing.Traced, names: list[str]) -> dict[str, int]:
+def _kept_by_name(
+    policy: Policy, traced: tracing.Traced, names: list[str], marks: list[bool]
+) -> dict[str, int]:
     kept = dict.fromkeys(names, 0)
     if policy.keeps_everything:
         policy = Policy({name: Store() for name in names})
     sites = [site for site in tracing.sites(traced.jaxpr) if not site.inside]
-    for site, size in zip(sites, replay.kept_bytes(policy, traced), strict=True):
+    for site, size in zip(sites, replay.kept_bytes(policy, traced, marks), strict=True):
         kept[site.name] += size
     return kept
 

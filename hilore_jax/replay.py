@@ -20,6 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from hilore_jax import codecs, tracing
 from hilore_jax.actions import Compress, Offload, Policy, Recompute
+from hilore_jax.swap import swap
 
 
 class _Program(NamedTuple):
@@ -58,18 +59,6 @@ class _Value(NamedTuple):
 
 
 @jax.custom_jvp
-def _swap(primal: jax.Array, original: jax.Array) -> jax.Array:
-    """`primal` in value, `original` in derivative."""
-    del original
-    return primal
-
-
-@_swap.defjvp
-def _swap_jvp(primals: Any, tangents: Any) -> Any:
-    return primals[0], tangents[1]
-
-
-@jax.custom_jvp
 def _first_order(x: jax.Array) -> jax.Array:
     """Identity that refuses to be differentiated: codes carry no tangent."""
     return x
@@ -86,7 +75,7 @@ def _first_order_jvp(primals: Any, tangents: Any) -> Any:
 
 def _substitute(primal: jax.Array, original: jax.Array) -> jax.Array:
     if jnp.issubdtype(original.dtype, jnp.inexact):
-        return _swap(primal, original)
+        return swap(primal, original)
     return primal
 
 
@@ -210,13 +199,16 @@ def _backward_program(
     return _Program(jaxpr, closed.consts, reads)
 
 
-def kept_bytes(policy: Policy, traced: tracing.Traced) -> list[int]:
-    """Bytes that each named site leaves for backward, all inputs differentiated.
+def kept_bytes(policy: Policy, traced: tracing.Traced, differentiated: Sequence[bool]) -> list[int]:
+    """Bytes that each named site leaves for backward when the marked arguments move.
 
     A site whose kept value backward never reads leaves none.
     """
     inputs = [v.aval for v in (*traced.jaxpr.constvars, *traced.jaxpr.invars)]
-    perturbed = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in inputs)
+    marks = [*[True] * len(traced.jaxpr.constvars), *differentiated]
+    perturbed = tuple(
+        mark and jnp.issubdtype(a.dtype, jnp.inexact) for a, mark in zip(inputs, marks, strict=True)
+    )
     live = tuple(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in traced.jaxpr.outvars)
     _, kept = jax.eval_shape(lambda *x: run_and_keep(policy, traced, x), *inputs)
     reads = iter(_backward_program(policy, traced, perturbed, kept, live).reads[len(inputs) :])

@@ -62,6 +62,13 @@ def decoder(codec, axis=-1, tile=128):
     return lambda value: codecs.round_trip(value, codec, axis=axis, tile=tile)
 
 
+def temp_bytes(compiled):
+    """Bytes of temporaries in XLA's buffer assignment."""
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
 def relative(tree, reference):
     """Relative L2 distance of two pytrees."""
     pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(reference), strict=True))

@@ -3,12 +3,15 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import hilore_jax as hl
 from blocks import D, F, inputs, mlp, params
 from hilore_jax import tracing
 from hilore_jax.explain import format_bytes
+from hilore_jax.models.config import DecoderConfig
+from hilore_jax.training.report import block_and_arguments
 
 X = inputs()
 P = params()
@@ -118,9 +121,37 @@ def test_table_and_abstract_arguments():
     assert "backward recomputes 1 matmuls" in text
 
 
+@pytest.mark.newest
+def test_a_real_block_recomputes_no_matmul_once_its_products_are_kept():
+    config = DecoderConfig(
+        vocab_size=8, d_model=16, d_ff=24, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8
+    )
+    block, arguments = block_and_arguments(config, 2, 4)
+
+    def matmuls(policy, argnums=(0, 1)):
+        explanation = hl.explain(hl.parse_policy(policy), block, *arguments, argnums=argnums)
+        return explanation.recomputed.matmuls
+
+    kept = "q=int8,v=int8,attn_out=int8,mlp_gate=int8,mlp_up=int8,k=store,attn_lse=store"
+    # q, k, v, o, gate, up, and the attention's two products; never down, whose output is the end.
+    assert matmuls("gc") == 8
+    # The residual stream after attention: o reads the decoded output, or the attention, with q and
+    # v before it, runs again so that o need not.
+    assert matmuls(kept + ",tainted_matmuls") == 1
+    assert matmuls(kept) == 5
+    assert matmuls(kept + ",attn_residual=store") == 0
+    assert matmuls("attn_out=store,attn_lse=store") == 6  # the attention is not run again
+    # The angles' own derivative reads q and k before their rotation.
+    assert matmuls(kept + ",attn_residual=store", argnums=None) == 2
+
+
 def test_wrong_policies_are_refused():
     with pytest.raises(ValueError, match=r"\['gaet'\] not found"):
         hl.explain(hl.Policy({"gaet": hl.Store()}), mlp, P, X)
+    with pytest.raises(ValueError, match="takes no NNX modules"):
+        hl.explain(
+            hl.Policy({}), lambda m, x: m(x), nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X, argnums=(0,)
+        )
     with pytest.raises(TypeError, match=r"takes an hl\.Policy"):
         hl.explain("gc", mlp, P, X)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hilore_jax as hl
-from blocks import D, inputs, mlp, params, relative
+from blocks import D, inputs, mlp, params, relative, temp_bytes
 from hilore_jax import tracing
 from hilore_jax.segments import segments
 
@@ -137,7 +137,7 @@ def test_disabled_scans_the_plain_block():
 def _temp(stack, x, policies, argnums):
     options = hl.compiler_options()
     lowered = jax.jit(jax.grad(lambda s, x: scan_loss(s, x, policies), argnums)).lower(stack, x)
-    return lowered.compile(compiler_options=options).memory_analysis().temp_size_in_bytes
+    return temp_bytes(lowered.compile(compiler_options=options))
 
 
 @pytest.mark.parametrize("argnums", [0, 1], ids=["trained", "frozen"])

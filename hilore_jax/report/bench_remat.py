@@ -51,7 +51,10 @@ class Setup:
     def explain_savings(self, policy: Policy) -> int:
         """Bytes that compression saves in all blocks, as `explain` says."""
         arguments = (self.params, self.x, self.angles, self.angles)
-        return self.blocks * explain(policy, self.block, *arguments).compression_savings
+        return (
+            self.blocks
+            * explain(policy, self.block, *arguments, argnums=(0, 1)).compression_savings
+        )
 
     def scanned(self, policy: Policy) -> Callable:
         """All blocks through `hl.scan_blocks`, equal policies."""

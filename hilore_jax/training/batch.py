@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from hilore_jax.training.rollout import check_prompts
@@ -60,7 +61,7 @@ def check_batch(batch: Batch) -> None:
         kind, article = _KINDS[name]
         if not jax.numpy.issubdtype(value.dtype, kind):
             raise ValueError(f"batch.{name} is {value.dtype}, expected {article}")
-    if not isinstance(batch.attention_mask, jax.core.Tracer):
+    if not isinstance(batch.attention_mask, Tracer):
         _check_padding(np.asarray(batch.attention_mask), np.asarray(batch.completion_mask))
 
 

@@ -104,6 +104,7 @@ class Learner:
             kept = kept_bytes(self._shape, self.policies, rows, seq)
             self.about = {"update_temp_bytes": temp, **kept}
             self._compiled = compiled
+            return compiled
         return self._compiled
 
     def update(self, batch: Batch) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def block_and_arguments(
 
     Returns:
         `block(params, x, cos, sin, mask)` and its arguments as `jax.ShapeDtypeStruct`s, for
-        `hilore_jax.explain`; nothing is allocated.
+        `hilore_jax.explain(..., argnums=(0, 1))`; nothing is allocated.
     """
     abstract = nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0)))
     graphdef, params = nnx.split(abstract)
@@ -56,7 +56,7 @@ def kept_bytes(
     block, arguments = block_and_arguments(config, rows, seq)
     total = dict.fromkeys(_LETTERS.values(), 0)
     for policy, blocks in Counter(policies).items():
-        kept = explain(policy, block, *arguments).saved_bytes_by_action
+        kept = explain(policy, block, *arguments, argnums=(0, 1)).saved_bytes_by_action
         for action, letter in _LETTERS.items():
             total[letter] += blocks * kept[action]
     return total

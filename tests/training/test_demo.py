@@ -4,6 +4,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.demo import Side, table, update_seconds
@@ -28,7 +29,9 @@ def fake_learner(name, calls, **about):
 
 def test_updates_are_timed_in_turns_on_one_state_handed_on(batch):
     calls = []
-    state = TrainState({"w": jnp.zeros(())}, {}, (), jnp.int32(0), jax.random.key(0))
+    state = TrainState(
+        nnx.State({"w": jnp.zeros(())}), nnx.State({}), (), jnp.int32(0), jax.random.key(0)
+    )
     learners = {name: fake_learner(name, calls) for name in ("gc", "compressed")}
     seconds = update_seconds(learners, state, batch(), turns=3)
     assert {name: len(values) for name, values in seconds.items()} == {"gc": 3, "compressed": 3}

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ CLIP, BETA, TEMPERATURE, MAX_NORM = 0.2, 0.05, 0.7, 0.5
 GC = (hl.Policy({}),) * 2
 STORE = (hl.Policy(default=hl.Store()),) * 2
 INT8 = (hl.Policy({"mlp_gate": hl.Compress("int8"), "mlp_up": hl.Compress("int8")}),) * 2
-OPTIONS = {"clip": CLIP, "beta": BETA, "temperature": TEMPERATURE}
+OPTIONS: dict[str, Any] = {"clip": CLIP, "beta": BETA, "temperature": TEMPERATURE}
 
 
 def optimizer():

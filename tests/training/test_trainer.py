@@ -223,6 +223,7 @@ def test_lora_reference_is_the_base_model(config, parts, tiny, quick):
     mask = np.ones((1, 2, 5), bool)
     base = parts().model
     nnx.update(base, learner.state.frozen)
+    assert learner.reference is not None
     with_adapters = learner.score(learner.state.params, tokens, mask)
     without = learner.score(learner.reference, tokens, mask)
     logp = jax.nn.log_softmax(quick(base.logits)(jnp.asarray(tokens[0])))
