@@ -138,14 +138,14 @@ def replay(
         exact: list[Any] = [None] * len(out)
         if tainted:
             undistorted = [p.value if p.exact is None else p.exact for p in pairs]
-            exact = tracing.bind(eqn, [jax.lax.stop_gradient(v) for v in undistorted])
+            exact = tracing.bind(eqn, undistorted)
         if tracing.is_name(eqn):
             name, residual = eqn.params["name"], next(remaining)
             if residual is not None:
                 restored = _substitute(_restore(name, policy[name], residual, out[0]), out[0])
                 if not isinstance(policy[name], Compress):
                     return [_Value(restored)]
-                return [_Value(restored, exact[0] if tainted else jax.lax.stop_gradient(out[0]))]
+                return [_Value(restored, exact[0] if tainted else out[0])]
         if tainted and not policy.tainted_matmuls and tracing.is_heavy(eqn):
             return [_Value(_substitute(e, o)) for e, o in zip(exact, out, strict=True)]
         return [_Value(o, e) for o, e in zip(out, exact, strict=True)]

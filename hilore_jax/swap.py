@@ -31,7 +31,7 @@ def swap(primal: jax.Array, original: jax.Array) -> jax.Array:
 
 
 def _jvp(primals: Any, tangents: Any) -> Any:
-    return primals[0], tangents[1]
+    return primals[0], tangents[-1]
 
 
 def _batch(args: Any, dims: Any) -> Any:

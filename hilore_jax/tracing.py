@@ -224,8 +224,7 @@ def evaluate(
 ) -> list[Any]:
     """Evaluates a jaxpr, handing each equation to `on_equation(eqn, values) -> outputs`.
 
-    Values are whatever `consts`, `args` and `on_equation` make them; literals arrive bare. Inner
-    `jax.jit` calls that hold names are inlined, so that their equations are handed over too.
+    Literals arrive bare. Inner `jax.jit` calls that hold names are inlined.
     """
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))

@@ -88,13 +88,9 @@ class Decoder(nnx.Module):
         tied = config.tie_embeddings
         self.head = None if tied else nnx.Param((0.02 * table(rngs.params())).astype(storage))
         keys = jax.random.split(rngs.params(), config.n_layers)
-        graphdef, _ = nnx.split(Block(config, linear=linear, rngs=nnx.Rngs(0)))
-
-        @jax.vmap
-        def stack(key):
-            return nnx.split(Block(config, linear=linear, rngs=nnx.Rngs(params=key)))[1]
-
-        stacks = (stack(keys[a:b]) for a, b in _spans(lengths))
+        block = nnx.eval_shape(lambda: Block(config, linear=linear, rngs=nnx.Rngs(0)))
+        graphdef, _ = nnx.split(block)
+        stacks = (_stack(config, linear, keys[a:b]) for a, b in _spans(lengths))
         self.segments = nnx.List([nnx.merge(graphdef, state) for state in stacks])
 
     @property
@@ -273,6 +269,16 @@ def segment(decoder: Decoder, policies: tuple[Policy, ...]) -> Decoder:
     stacks = (stack(a, b) for a, b in _spans(lengths))
     result.segments = nnx.List([nnx.merge(block_fn.graphdef, part) for part in stacks])
     return result
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _stack(config: DecoderConfig, linear: LinearFactory, keys: Array) -> PyTree:
+    """Initial params of one block a key; a loop, as vmapped draws take XLA seconds to compile."""
+
+    def params(key):
+        return nnx.split(Block(config, linear=linear, rngs=nnx.Rngs(params=key)))[1]
+
+    return jax.lax.map(params, keys)
 
 
 def _spans(lengths: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -76,15 +76,16 @@ def test_decoding_stops_when_every_row_has_ended(tiny, prompts):
     model = tiny()
     free = roll(model, prompts, eos_id=-1)
     assert int(free.steps) == NEW
-    # Two rows with the same prompt and key say the same; what they say second ends both.
-    twice = (prompts[0][[0, 0]], prompts[1][[0, 0]])
-    keys = row_keys(jax.random.key(0), 1)[jnp.zeros(2, int)]
-    said = generate(model, *twice, keys, max_new_tokens=NEW, eos_id=-1).tokens[0]
+    # Rows with the same prompt and key say the same; what they say second ends all of them.
+    same = np.zeros(4, int)
+    keys = row_keys(jax.random.key(0), 1)[same]
+    alike = (prompts[0][same], prompts[1][same])
+    said = generate(model, *alike, keys, max_new_tokens=NEW, eos_id=-1).tokens[0]
     first = int(jnp.argmax(said == said[1])) + 1  # it may say that first, too
-    ended = generate(model, *twice, keys, max_new_tokens=NEW, eos_id=int(said[1]))
+    ended = generate(model, *alike, keys, max_new_tokens=NEW, eos_id=int(said[1]))
     assert ended.finished.all()
     assert int(ended.steps) == first < NEW
-    np.testing.assert_array_equal(ended.mask.sum(axis=1), [first, first])
+    np.testing.assert_array_equal(ended.mask.sum(axis=1), [first] * 4)
 
 
 def test_a_prompt_that_holds_the_end_token_is_not_finished(tiny, prompts):
@@ -104,7 +105,7 @@ def test_a_row_does_not_depend_on_the_other_rows(tiny, prompts):
     model = tiny()
     whole = roll(model, prompts)
     keys = row_keys(jax.random.key(0), 4)
-    order = np.array([2, 0])
+    order = np.array([2, 0, 0, 2])
     part = generate(
         model,
         prompts[0][order],
@@ -114,9 +115,10 @@ def test_a_row_does_not_depend_on_the_other_rows(tiny, prompts):
         eos_id=EOS,
     )
     np.testing.assert_array_equal(part.tokens, whole.tokens[order])
-    # The same prompt with two keys: two samples.
-    twice = roll(model, (prompts[0][[0, 0]], prompts[1][[0, 0]]))
-    assert (twice.tokens[0] != twice.tokens[1]).any()
+    # The same prompt with other keys: other samples.
+    same = np.zeros(4, int)
+    alike = roll(model, (prompts[0][same], prompts[1][same]))
+    assert (alike.tokens[0] != alike.tokens[1]).any()
 
 
 def test_padding_does_not_change_a_row(tiny, prompts):

@@ -152,6 +152,9 @@ def test_an_interrupted_run_resumes_bit_for_bit(run, whole, config, number):
 
 
 def test_a_second_interruption_stops_at_once_and_keeps_what_was_written(run, config):
+    # A test run in the background inherits an ignored SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def twice(metrics, batch):
         if metrics["step"] == 2:
             signal.raise_signal(signal.SIGINT)
@@ -161,6 +164,7 @@ def test_a_second_interruption_stops_at_once_and_keeps_what_was_written(run, con
     with pytest.raises(KeyboardInterrupt):
         run(dataclasses.replace(config, save_every=1), on_update=twice)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
     assert [line["step"] for line in lines(config)] == [1, 2]
     # The checkpoint of update 1 was written; that of update 2 was not yet.
     resumed = run(dataclasses.replace(config, resume=True, updates=2))
