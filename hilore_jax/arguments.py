@@ -44,8 +44,11 @@ def static_names(
             f"hl.remat: static arguments {unknown} are not among those of {_name(fn)}: "
             f"{parameters}."
         )
-    by_number = {parameters[n] for n in numbers if -len(parameters) <= n < len(parameters)}
-    return frozenset({*names, *by_number, *(n for n in numbers if n >= 0)})
+    # With *args a negative position counts from the end of each call, as in jax.jit.
+    kept = {n for n in numbers if n >= 0 or open_ended}
+    lowest = 0 if open_ended else -len(parameters)
+    by_number = {parameters[n] for n in numbers if lowest <= n < len(parameters)}
+    return frozenset({*names, *by_number, *kept})
 
 
 def bind_static(
@@ -58,7 +61,8 @@ def bind_static(
     """
     parameters = _parameters(fn)
     labels = [parameters[i] if i < len(parameters) else f"args[{i}]" for i in range(len(args))]
-    fixed = {i: a for i, a in enumerate(args) if labels[i] in static or i in static}
+    marks = [{labels[i], i, i - len(args)} for i in range(len(args))]
+    fixed = {i: a for i, a in enumerate(args) if marks[i] & static}
     fixed_kwargs = {k: v for k, v in kwargs.items() if k in static}
     moving = tuple(a for i, a in enumerate(args) if i not in fixed)
     moving_kwargs = {k: v for k, v in kwargs.items() if k not in fixed_kwargs}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from hilore_jax import modules, replay, tracing
 from hilore_jax.actions import Action, Compress, Policy, Recompute, Store
 from hilore_jax.remat import apply_policy, check_names, check_policy
+from hilore_jax.work import Work, live_work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Row:
     action: Action
     exact_bytes: int  # bytes that Store would keep
     kept_bytes: int  # bytes that this action keeps, scales included
-    recomputed: tracing.Work  # what backward would not recompute if the name were stored
+    recomputed: Work  # what backward would not recompute if the name were stored
     tainted: bool  # backward recomputes it from a decoded value
 
 
@@ -40,7 +41,7 @@ class Explanation:
     """
 
     rows: tuple[Row, ...]
-    recomputed: tracing.Work
+    recomputed: Work
     input_bytes: int
     notes: tuple[str, ...]
 
@@ -152,7 +153,7 @@ def explain(
         (520, 2048, 0)
     """
     check_policy(policy)
-    if not any(modules.is_module(x) for x in jax.tree.leaves(args, is_leaf=modules.is_module)):
+    if not any(modules.is_module(x) for x in jax.tree.leaves(args, is_leaf=modules.is_leaf)):
         moving = range(len(args)) if argnums is None else [n % len(args) for n in argnums]
         marks = [i in moving for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
         return _explain(policy, block_fn, args, marks)
@@ -172,7 +173,7 @@ def explain(
 
 def _gradient_work(
     policy: Policy, fn: Callable, leaves: list[Any], tree: Any, marks: list[bool]
-) -> tracing.Work:
+) -> Work:
     """Matmuls of output and gradient with respect to the marked floating-point inputs."""
     places = [
         i
@@ -193,7 +194,7 @@ def _gradient_work(
         return out, pull(cotangents)
 
     shapes = jax.eval_shape(lambda xs: outputs([xs[i] for i in places], xs), leaves)
-    return tracing.live_work(gradient, leaves, shapes)
+    return live_work(gradient, leaves, shapes)
 
 
 def _explain(policy: Policy, fn: Callable, args: tuple[Any, ...], marks: list[bool]) -> Explanation:
@@ -209,7 +210,7 @@ def _explain(policy: Policy, fn: Callable, args: tuple[Any, ...], marks: list[bo
     rows = []
     for name in names:
         mine = [site for site in sites if site.name == name]
-        spared = tracing.Work(0, 0)
+        spared = Work(0, 0)
         if isinstance(policy[name], Recompute):
             stored = Policy(
                 {**dict(policy.actions), name: Store()}, tainted_matmuls=policy.tainted_matmuls
@@ -230,7 +231,7 @@ def _explain(policy: Policy, fn: Callable, args: tuple[Any, ...], marks: list[bo
             )
         )
     inputs = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in traced.jaxpr.invars)
-    extra = tracing.Work(0, 0)
+    extra = Work(0, 0)
     if policy.names(Compress) and not policy.tainted_matmuls:
         loose = Policy(dict(policy.actions), tainted_matmuls=True)
         extra = total - _gradient_work(loose, fn, leaves, tree, marks)
@@ -249,7 +250,7 @@ def _kept_by_name(
     return kept
 
 
-def _notes(policy: Policy, rows: list[Row], extra: tracing.Work) -> tuple[str, ...]:
+def _notes(policy: Policy, rows: list[Row], extra: Work) -> tuple[str, ...]:
     notes = [
         f"{row.name!r} is not read by any gradient: {row.action} keeps nothing and spares nothing."
         for row in rows

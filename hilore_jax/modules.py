@@ -10,7 +10,12 @@ from flax import nnx
 
 def is_module(x: Any) -> bool:
     """Whether a leaf is an NNX object whose state must be carried through a pure function."""
-    return isinstance(x, nnx.Module | nnx.Rngs)
+    return isinstance(x, nnx.Module | nnx.Rngs | nnx.Pytree | nnx.Variable)
+
+
+def is_leaf(x: Any) -> bool:
+    """Whether a traversal of arguments stops at `x`: an NNX object, or a state, which is pure."""
+    return is_module(x) or isinstance(x, nnx.State)
 
 
 def lifted(apply: Callable, fn: Callable) -> Callable:
@@ -23,7 +28,7 @@ def lifted(apply: Callable, fn: Callable) -> Callable:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_module)
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_leaf)
         places = [i for i, leaf in enumerate(leaves) if is_module(leaf)]
         if not places:
             return apply(fn, *args, **kwargs)

@@ -73,9 +73,16 @@ def check_names(policy: Policy, traced: tracing.Traced) -> None:
     """Refuses a policy that the traced block cannot honour.
 
     Raises:
-        ValueError: a listed name does not occur, or a compressed one is inside a loop or branch.
+        ValueError: a listed name does not occur, a compressed one is inside a loop or branch, or
+            the block reads or writes a mutable array.
         TypeError: a compressed name is not floating point.
     """
+    if tracing.uses_refs(traced.jaxpr):
+        raise ValueError(
+            "the block reads or writes a jax.Ref: recomputation would do so again. Return the "
+            "value instead and write it outside the block, or run the block inside "
+            "`with hl.disabled():`."
+        )
     found = list(tracing.sites(traced.jaxpr))
     seen = sorted({site.name for site in found})
     missing = [name for name in policy if name not in seen]
@@ -108,10 +115,16 @@ def check_offload(policy: Policy) -> None:
     """Refuses a memory kind that no local device has; jax itself would offload nothing.
 
     Raises:
-        ValueError: names the kinds that the default device has.
+        ValueError: names the kinds that the default device has; or a kind other than pinned host
+            memory beside a compressed name.
     """
     for name in policy.names(Offload):
         action = policy[name]
+        if action != Offload() and policy.names(Compress):
+            raise ValueError(
+                f"policy[{name!r}] is {action}: a policy that also compresses offloads to "
+                "pinned_host only. Write hl.Offload()."
+            )
         kinds = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
         if isinstance(action, Offload) and action.memory_kind not in kinds:
             raise ValueError(
@@ -128,10 +141,10 @@ def apply_policy(policy: Policy, fn: Callable, *args: Any, **kwargs: Any) -> Any
     else:
         traced = tracing.trace(fn, *args)
     check_names(policy, traced)
+    check_offload(policy)
     if policy.names(Compress):
         out = replay.apply(policy, traced, leaves)
     else:
-        check_offload(policy)
         split = len(traced.closed.consts)
 
         def block(*operands: Any) -> Sequence[Any]:
@@ -139,7 +152,9 @@ def apply_policy(policy: Policy, fn: Callable, *args: Any, **kwargs: Any) -> Any
 
         kept = jax.checkpoint(block, policy=policy.checkpoint_policy())
         out = kept(*traced.closed.consts, *leaves)
-    return jax.tree.unflatten(traced.out_tree, out)
+    # A constant output is a literal of the jaxpr, not an array, where nothing traces the call.
+    arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]
+    return jax.tree.unflatten(traced.out_tree, arrays)
 
 
 def remat(

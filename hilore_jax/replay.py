@@ -5,7 +5,8 @@ activations. Backward replays the block with each kept name's primal swapped for
 the tangent of the original, then transposes it; producers that nothing reads any more are dead.
 
 A decoded value feeds the derivatives that read it and elementwise recomputation. Matmuls, opaque
-kernels and discrete choices are recomputed from exact values, unless the policy allows otherwise.
+kernels and discrete choices (orders, indices, branches) are recomputed from exact values; the first
+two may read decoded ones where the policy allows it.
 """
 
 import dataclasses

@@ -40,7 +40,8 @@ def _batch(args: Any, dims: Any) -> Any:
     return _swap_p.bind(*front), 0
 
 
-def _dce(used: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _dce(used: list[bool], *context: Any) -> tuple[list[bool], Any]:
+    eqn = context[-1]  # jax 0.12 passes the live inputs before it
     if not any(used):
         return [False] * len(eqn.invars), None
     return [True] + [False] * (len(eqn.invars) - 1), eqn.replace(invars=eqn.invars[:1])

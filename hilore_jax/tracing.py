@@ -1,4 +1,4 @@
-"""Everything that reads a jaxpr: names seen, saved residuals, recomputed matmuls and their FLOPs.
+"""Everything that reads a jaxpr or runs one: names seen, saved residuals, single equations.
 
 The only room that may touch jax's private modules; each use is guarded here and tested on both
 supported jax versions.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import partial_eval as pe
 
@@ -25,9 +26,9 @@ except (ImportError, AttributeError) as error:  # pragma: no cover - a jax we ha
     ) from error
 
 # Primitives whose output jumps when an input changes a little: choosing by a decoded value would
-# route or sort differently from forward.
-_CHOICES = frozenset({"sort", "argmax", "argmin", "top_k", "approx_top_k"})
-_MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+# route, sort or branch differently from forward.
+_CHOICES = frozenset({"sort", "argmax", "argmin", "top_k", "approx_top_k", "cond", "while"})
+MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 # Calls whose inside is unknown here (Triton, cuDNN, foreign functions): never replayed for free.
 _OPAQUE = frozenset(
     {"pallas_call", "triton_kernel_call", "ffi_call", "dot_product_attention_fwd_wrapper"}
@@ -41,22 +42,6 @@ class Site(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     inside: str  # "" at the top or in an inner jit, else the primitive around it ("scan", ...)
-
-
-class Work(NamedTuple):
-    """What a traced program computes."""
-
-    matmuls: int  # executions of matmul equations, loop bodies times their length
-    flops: int  # floating-point operations of those matmuls, a multiply-add counted as two
-
-    def __add__(self, other: tuple) -> "Work":
-        return Work(self.matmuls + other[0], self.flops + other[1])
-
-    def __sub__(self, other: "Work") -> "Work":
-        return Work(self.matmuls - other.matmuls, self.flops - other.flops)
-
-    def __mul__(self, times: int) -> "Work":
-        return Work(self.matmuls * times, self.flops * times)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,60 +115,39 @@ def primitives(jaxpr: Any) -> Iterator[Any]:
             yield from primitives(inner)
 
 
-def _contains(eqn: Any, names: frozenset[str]) -> bool:
-    if eqn.primitive.name in names:
-        return True
-    return any(e.primitive.name in names for j in inner_jaxprs(eqn) for e in primitives(j))
+def _at_any_depth(eqn: Any) -> Iterator[Any]:
+    yield eqn
+    for inner in inner_jaxprs(eqn):
+        yield from primitives(inner)
 
 
 def is_heavy(eqn: Any) -> bool:
     """Whether an equation is a matmul or an opaque kernel, or has one inside."""
-    return _contains(eqn, _MATMULS | _OPAQUE)
+    return any(e.primitive.name in MATMULS | _OPAQUE for e in _at_any_depth(eqn))
+
+
+def _is_integer(atom: Any) -> bool:
+    dtype = getattr(atom.aval, "dtype", jnp.float32)
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_choice(eqn: Any) -> bool:
-    """Whether an equation orders or selects by value (sort, top-k, argmax), at any depth."""
-    return _contains(eqn, _CHOICES)
+    """Whether an equation chooses by value at any depth: sorts, branches, or makes integers.
 
-
-def _matmul_flops(eqn: Any) -> int:
-    out = math.prod(eqn.outvars[0].aval.shape)
-    left, right = (v.aval.shape for v in eqn.invars[:2])
-    if eqn.primitive.name == "dot_general":
-        (contract, _), _ = eqn.params["dimension_numbers"]
-        return 2 * out * math.prod(left[d] for d in contract)
-    if eqn.primitive.name == "conv_general_dilated":
-        out_features = eqn.params["dimension_numbers"].rhs_spec[0]
-        return 2 * out * math.prod(right) // max(right[out_features], 1)
-    return 2 * out * left[-1]  # ragged: every row meets one group
-
-
-def work(jaxpr: Any) -> Work:
-    """Matmuls of a jaxpr and their FLOPs; a scan body counts `length` times, a branch at its most.
-
-    A `while` body counts once: its trip count is not in the jaxpr.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> work(trace(lambda a, b: a @ b, jnp.ones((2, 3)), jnp.ones((3, 5))).jaxpr)
-        Work(matmuls=1, flops=60)
+    Integers become indices and counts. A branch itself is a choice only by its index, an integer,
+    so that one at the top counts for what its bodies do.
     """
-    total = Work(0, 0)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _MATMULS:
-            total += Work(1, _matmul_flops(eqn))
-            continue
-        inner = [work(j) for j in inner_jaxprs(eqn)]
-        if not inner:
-            continue
-        if eqn.primitive.name == "cond":
-            total += max(inner, key=lambda w: w.flops)
-        elif eqn.primitive.name.startswith(("custom_jvp", "custom_vjp")):
-            total += inner[0]  # the primal; rules are other parameters
-        else:
-            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-            total += sum(inner, Work(0, 0)) * times
-    return total
+    return any(
+        (e.primitive.name in _CHOICES and not (e is eqn and e.primitive.name == "cond"))
+        or (any(map(_is_integer, e.outvars)) and not all(map(_is_integer, e.invars)))
+        for e in _at_any_depth(eqn)
+    )
+
+
+def uses_refs(jaxpr: Any) -> bool:
+    """Whether a jaxpr reads or writes mutable arrays, given to it or its own."""
+    classes = {c.__name__ for effect in jaxpr.effects for c in type(effect).__mro__}
+    return bool(classes & {"RefEffect", "InternalMutableArrayEffect"})
 
 
 def prune(closed: Any) -> tuple[Any, list[bool]]:
@@ -194,11 +158,6 @@ def prune(closed: Any) -> tuple[Any, list[bool]]:
         is still read.
     """
     return pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-
-
-def live_work(fn: Callable, *args: Any) -> Work:
-    """Matmuls that `fn` really needs for its outputs, after dead code is removed."""
-    return work(prune(trace(fn, *args).closed)[0])
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -282,7 +241,7 @@ def cudnn_attention_backward(
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
-    empty = jax.numpy.zeros(0, q.dtype)
+    empty = jnp.zeros(0, q.dtype)
     residuals = (q, k, v, empty if bias is None else bias, *([empty] * 6), lse, out)
     grads = fused._dot_product_attention_bwd_rule(
         scale,

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 import hilore_jax as hl
 from blocks import relative
 from hilore_jax import tracing
+from hilore_jax.work import live_work
 
 GC = hl.Policy({})
 INT8 = hl.Policy({"h": hl.Compress("int8")})
@@ -75,7 +76,7 @@ def test_programs_really_differ(policy):
         return jnp.sum(call(nnx.merge(graph, state), X))
 
     def matmuls(call):
-        return tracing.live_work(jax.value_and_grad(lambda s: value(s, call)), state).matmuls
+        return live_work(jax.value_and_grad(lambda s: value(s, call)), state).matmuls
 
     wrapped = hl.remat(policy)(lambda m, x: m(x))
     assert matmuls(wrapped) == matmuls(lambda m, x: m(x)) + (policy == GC)
@@ -159,6 +160,48 @@ def test_modules_inside_pytrees_and_shared_between_arguments():
     out = hl.remat(GC)(both)({"one": a, "two": a}, X)
     np.testing.assert_allclose(out, 2 * Block(nnx.Rngs(0))(X), rtol=1e-6)
     assert float(a.calls[...]) == 2.0
+
+
+class Ticket(nnx.Pytree):
+    def __init__(self):
+        self.n = nnx.Variable(jnp.zeros(()))
+
+
+@pytest.mark.newest
+@POLICIES
+def test_streams_variables_and_other_nnx_objects_keep_their_updates(policy):
+    def block(w, stream, variable, ticket, x):
+        variable[...] += 1
+        ticket.n[...] += 1
+        keep = jax.random.bernoulli(stream(), 0.5, x.shape)
+        return jnp.where(keep, jnp.sin(checkpoint_name(x @ w, "h")), 0.0)
+
+    w = jax.random.normal(jax.random.key(3), (X.shape[-1], X.shape[-1]))
+    owned = {
+        name: (nnx.Rngs(5).default, nnx.Variable(jnp.zeros(())), Ticket())
+        for name in ("got", "want")
+    }
+    call = hl.remat(policy)(block)
+    for turn in (1, 2):  # the second draw differs from the first, and equally in both
+        got = nnx.grad(lambda *owned: call(*owned, X).sum())(w, *owned["got"])
+        want = nnx.grad(lambda w, s, v, t: block(w, s, v, t, X).sum())(w, *owned["want"])
+        assert relative(got, want) < (0.03 if policy == INT8 else 1e-6)
+        stream, variable, ticket = owned["got"]
+        assert int(stream.count[...]) == turn == float(variable[...]) == float(ticket.n[...])
+
+
+def test_a_state_stays_a_pytree():
+    graph, state = nnx.split(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+    seen = []
+
+    def block(state, x):
+        seen.append(type(state))
+        return jnp.sin(nnx.merge(graph, state)(x))
+
+    got = jax.grad(lambda s: hl.remat(GC)(block)(s, X).sum())(state)
+    want = jax.grad(lambda s: block(s, X).sum())(state)
+    assert relative(leaves(got), leaves(want)) < 1e-6
+    assert set(seen) == {nnx.State}
 
 
 def test_explain_takes_a_module():

@@ -42,6 +42,7 @@ FLOORS = {
     "spelling": 1,
     "swap": 1,
     "tracing": 1,
+    "work": 1,
     "kernels": 1,
     "modules": 2,
     "remat": 2,

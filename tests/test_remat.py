@@ -13,6 +13,7 @@ import hilore_jax as hl
 from blocks import D, F, decoder, inputs, mlp, mlp_by_hand, params, relative, temp_bytes
 from hilore_jax import codecs, tracing
 from hilore_jax.remat import is_disabled
+from hilore_jax.work import live_work
 
 GC = hl.Policy({})
 STORE_GATE_UP = hl.Policy({"gate": hl.Store(), "up": hl.Store()})
@@ -33,7 +34,7 @@ def grads(block, p, x):
 
 def backward_matmuls(block, p, x):
     gradient = jax.value_and_grad(functools.partial(loss, block), argnums=(0, 1))
-    return tracing.live_work(gradient, p, x).matmuls
+    return live_work(gradient, p, x).matmuls
 
 
 def residual_dtypes(block, p, x):
@@ -250,9 +251,9 @@ def test_an_unused_output_costs_nothing_in_backward():
 
     p, x = params(), inputs()
     block = hl.remat(INT8)(two)
-    alone = tracing.live_work(jax.grad(lambda p: jnp.sin(hl.remat(INT8)(mlp)(p, x)).sum()), p)
-    first = tracing.live_work(jax.grad(lambda p: jnp.sin(block(p, x)[0]).sum()), p)
-    both = tracing.live_work(
+    alone = live_work(jax.grad(lambda p: jnp.sin(hl.remat(INT8)(mlp)(p, x)).sum()), p)
+    first = live_work(jax.grad(lambda p: jnp.sin(block(p, x)[0]).sum()), p)
+    both = live_work(
         jax.grad(lambda p: jnp.sin(block(p, x)[0]).sum() + block(p, x)[1]["extra"].sum()), p
     )
     assert first == alone
@@ -330,7 +331,7 @@ def test_names_inside_an_inner_jit_are_found():
     kept = tracing.saved_residuals(lambda p: hl.remat(policy)(block)(p, x).sum(), p)
     assert "int8" in [r.dtype for r in kept]
     work, gc = (
-        tracing.live_work(jax.value_and_grad(lambda p, b=hl.remat(q)(block): b(p, x).sum()), p)
+        live_work(jax.value_and_grad(lambda p, b=hl.remat(q)(block): b(p, x).sum()), p)
         for q in (policy, GC)
     )
     assert gc.matmuls == work.matmuls + 1
@@ -447,7 +448,7 @@ def test_store_inside_a_scan_works_without_compression():
     counts = {}
     for name, policy in (("gc", GC), ("store", hl.Policy({"inner": hl.Store()}))):
         gradient = jax.value_and_grad(lambda w, b=hl.remat(policy)(block): b(w, x).sum())
-        counts[name] = tracing.live_work(gradient, w).matmuls
+        counts[name] = live_work(gradient, w).matmuls
         assert relative(gradient(w)[1], jax.grad(lambda w: block(w, x).sum())(w)) < 1e-6
     assert counts["store"] == counts["gc"] - 3
 
@@ -488,6 +489,23 @@ def test_static_arguments(policy, static):
     np.testing.assert_allclose(wrapped(p, x, "double", scale=True), want, rtol=1e-6)
     np.testing.assert_allclose(wrapped(p, x, mode="double", scale=True), want, rtol=1e-6)
     np.testing.assert_allclose(wrapped(p, scale=True, x=x, mode="double"), want, rtol=1e-6)
+
+
+def test_static_positions_count_from_the_end_of_the_call():
+    def block(x, *rest):
+        *others, mode = rest
+        return sum(others, x) * (2 if mode == "double" else 1)
+
+    wrapped = hl.remat(GC, static_argnums=-1)(block)
+    x = inputs()
+    np.testing.assert_allclose(wrapped(x, x, x, "double"), 6 * x, rtol=1e-6)
+    np.testing.assert_allclose(wrapped(x, "single"), x, rtol=1e-6)
+
+    def keyword(x, mode, **scales):
+        return x * (2 if mode == "double" else 1) * scales["a"]
+
+    wrapped = hl.remat(GC, static_argnums=1)(keyword)
+    np.testing.assert_allclose(wrapped(x, mode="double", a=3.0), 6 * x, rtol=1e-6)
 
 
 def test_untraceable_and_steering_arguments_are_named():

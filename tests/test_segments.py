@@ -12,6 +12,7 @@ import hilore_jax as hl
 from blocks import D, inputs, mlp, params, relative, temp_bytes
 from hilore_jax import tracing
 from hilore_jax.segments import segments
+from hilore_jax.work import live_work
 
 GC = hl.Policy({})
 STORE = hl.Policy({"gate": hl.Store(), "up": hl.Store()})
@@ -114,7 +115,7 @@ def test_shared_arguments_are_differentiated():
 @pytest.mark.newest
 def test_scanned_residuals_are_encoded_and_recomputation_disappears():
     x = inputs()
-    gradient = lambda policy: tracing.live_work(  # noqa: E731
+    gradient = lambda policy: live_work(  # noqa: E731
         jax.value_and_grad(lambda s: scan_loss(s, x, [policy] * 5)), STACK
     )
     none, gc, int8 = (gradient(p).matmuls for p in (NONE, GC, INT8))
