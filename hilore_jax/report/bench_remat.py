@@ -1,6 +1,8 @@
 """Compiled memory and update time of remat policies against `jax.checkpoint` on a real block."""
 
 import functools
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -133,6 +135,11 @@ def temp(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+def operations(compiled: Any) -> Counter:
+    """How often the optimized program does what: instructions by result shape and opcode."""
+    return Counter(re.findall(r"= (\S+ [a-z][a-z\-]*)\(", compiled.as_text()))
+
+
 def bench_parity(setup: Setup, repeats: int) -> list[Row]:
     """Recompute and Store against `jax.checkpoint` with the same names."""
     saveable = jax.checkpoint_policies.save_only_these_names
@@ -144,16 +151,17 @@ def bench_parity(setup: Setup, repeats: int) -> list[Row]:
             ("scanned", setup.stack, setup.scanned(policy), setup.scanned_by_jax(reference)),
             ("unrolled", setup.list, setup.unrolled(remat(policy)), setup.unrolled(reference)),
         ):
-            mine, reference_bytes = (
-                temp(setup.gradient(run, stack, trained=layout == "scanned"))
-                for run in (ours, theirs)
-            )
+            both = [
+                setup.gradient(run, stack, trained=layout == "scanned") for run in (ours, theirs)
+            ]
+            mine, reference_bytes = map(temp, both)
             row = {
                 "bench": "parity with jax.checkpoint",
                 "case": f"{label}, {layout}",
                 "temp_bytes": mine,
                 "reference_bytes": reference_bytes,
                 "memory_ratio": mine / reference_bytes,
+                "same_operations": operations(both[0]) == operations(both[1]),
                 "goal": "memory_ratio within 1 %; time within 3 %",
             }
             rows.append(row | _times(setup, stack, ours, theirs, repeats))

@@ -1,5 +1,6 @@
 """Attention against float64 softmax attention, its residuals, its masks and forward mode."""
 
+import re
 from typing import Any
 
 import jax
@@ -211,3 +212,29 @@ def test_auto_logs_once_why_a_gpu_falls_back(monkeypatch, caplog):
         "attention runs on XLA: cuDNN attention takes a head_dim up to 128, a multiple of 8, "
         "found 132"
     ) == 1
+
+
+@pytest.mark.gpu_target
+@pytest.mark.parametrize("masked", [False, True])
+def test_cudnn_runs_its_forward_once_when_its_output_and_lse_are_kept(h200, masked):
+    def kernels(*names):
+        def loss(q, k, v, mask):
+            def block(q, k, v):
+                heads = {"n_heads": 4, "n_kv_heads": 2, "implementation": "cudnn"}
+                return jnp.sin(attention(q, k, v, mask, **heads))
+
+            keep = jax.checkpoint_policies.save_only_these_names(*names)
+            return jnp.sum(jax.checkpoint(block, policy=keep)(q, k, v).astype(jnp.float32))
+
+        def arg(width, dtype=jnp.bfloat16):
+            return jax.ShapeDtypeStruct((2, 128, *width), dtype, sharding=h200)
+
+        mask = arg((), jnp.bool_) if masked else None
+        args = arg((256,)), arg((128,)), arg((128,)), mask
+        text = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*args).compile().as_text()
+        found = re.findall(r'custom_call_target="(__cudnn[^"]+)"', text)
+        return [sum(("ackward" in name) == back for name in found) for back in (False, True)]
+
+    assert kernels("attn_out", "attn_lse") == [1, 1]
+    assert kernels("attn_out") == [2, 1]  # the witness: without its log-sum-exp it runs again
+    assert kernels() == [2, 1]

@@ -40,6 +40,7 @@ def test_memory_equals_that_of_jax_checkpoint(setup):
     ]
     for row in rows:
         assert row["memory_ratio"] == pytest.approx(1, abs=0.01), row
+        assert row["same_operations"], row  # hence the time differs by noise only
     by = {row["case"]: row["temp_bytes"] for row in rows}
     for layout in ("scanned", "unrolled"):  # the witness that the policies differ
         assert by[f"recompute, {layout}"] < by[f"store, {layout}"]
