@@ -10,6 +10,10 @@ from hilore_jax.actions import Store as Store
 from hilore_jax.compiler import compiler_options as compiler_options
 from hilore_jax.explain import Explanation as Explanation
 from hilore_jax.explain import explain as explain
+from hilore_jax.planning.budget import Budget as Budget
+from hilore_jax.planning.plan import Blocks as Blocks
+from hilore_jax.planning.plan import Plan as Plan
+from hilore_jax.planning.solve import plan as plan
 from hilore_jax.remat import disabled as disabled
 from hilore_jax.remat import remat as remat
 from hilore_jax.segments import scan_blocks as scan_blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 COMMANDS = {
     "train": "GRPO on a verifiable task, each update under a remat policy",
     "demo": "three updates of SmolLM2 under GC and under a compressed policy, compared",
-    "explain": "what a policy saves and recomputes in one block of a model",
+    "plan": "the policies that recompute least in a memory budget, for a device here or not",
+    "explain": "what a policy saves and recomputes in one block of a model, or a plan file",
     "bench": "memory and speed against jax.checkpoint and plain code",
     "doctor": "versions, devices, and which extras are installed",
 }
@@ -108,7 +110,20 @@ def _bench(argv: Sequence[str]) -> int | None:
     return importlib.import_module("hilore_jax.report.bench").main(list(argv))
 
 
+def _plan(argv: Sequence[str]) -> None:
+    # Before jax initializes: its CUDA plugin then loads without a GPU, and compiles for one.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    from hilore_jax.training.plan_command import PlanConfig, run_plan
+
+    run_plan(_parse(PlanConfig, "plan", argv))
+
+
 def _explain(argv: Sequence[str]) -> None:
+    if len(argv) == 1 and argv[0].endswith(".json"):
+        from hilore_jax.planning.plan import Plan
+
+        print(Plan.load(argv[0]))
+        return
     config = _parse(ExplainConfig, "explain", argv)
     from hilore_jax.explain import explain
     from hilore_jax.models.config import LoraConfig

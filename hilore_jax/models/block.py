@@ -102,9 +102,7 @@ class Block(nnx.Module):
         """
         x = named(x, "block_in")
         q, k, v = self.heads(x, cos, sin)
-        config = self.config
-        out = attention(q, k, v, mask, n_heads=config.n_heads, n_kv_heads=config.n_kv_heads)
-        return self.finish(x, out)
+        return self.finish(x, self.attend(q, k, v, mask))
 
     def heads(
         self,
@@ -117,6 +115,25 @@ class Block(nnx.Module):
         q = self._rotated(self.q_proj(h), self.q_norm, cos, sin)
         k = self._rotated(self.k_proj(h), self.k_norm, cos, sin)
         return named(q, "q"), named(k, "k"), named(self.v_proj(h), "v")
+
+    def attend(
+        self,
+        q: Float[Array, "batch seq q_width"],
+        k: Float[Array, "batch seq kv_width"],
+        v: Float[Array, "batch seq kv_width"],
+        mask: Bool[Array, "batch seq"] | None = None,
+    ) -> Float[Array, "batch seq q_width"]:
+        """Attention's output, flat."""
+        config = self.config
+        return attention(
+            q,
+            k,
+            v,
+            mask,
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            implementation=config.attention,
+        )
 
     def finish(
         self, x: Float[Array, "batch seq d_model"], out: Float[Array, "batch seq q_width"]

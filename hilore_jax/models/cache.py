@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from hilore_jax.models.attention import attention
 from hilore_jax.models.attention_math import attend
 
 
@@ -65,8 +64,7 @@ def prefill_blocks(
     def body(x, params):
         block = nnx.merge(graphdef, params)
         q, k, v = block.heads(x, cos, sin)
-        heads = {"n_heads": block.config.n_heads, "n_kv_heads": block.config.n_kv_heads}
-        return block.finish(x, attention(q, k, v, mask, **heads)), (k, v)
+        return block.finish(x, block.attend(q, k, v, mask)), (k, v)
 
     written = []
     for params in segments:

@@ -112,6 +112,7 @@ class DecoderConfig:
         param_dtype: storage dtype of the base weights.
         lora: adapters, or None.
         rope_scaling: Llama 3 frequency scaling, or None.
+        attention: "auto", "xla" or "cudnn"; "auto" is cuDNN where the default device can run it.
 
     Raises:
         ValueError: a size is not positive, heads do not divide, or a dtype is unknown.
@@ -141,6 +142,7 @@ class DecoderConfig:
     param_dtype: str = "float32"
     lora: LoraConfig | None = None
     rope_scaling: RopeScaling | None = None
+    attention: str = "auto"
 
     def __post_init__(self):
         sizes = "vocab_size d_model d_ff n_layers n_heads n_kv_heads head_dim max_seq".split()
@@ -153,6 +155,8 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs of features")
+        if self.attention not in ("auto", "xla", "cudnn"):
+            raise ValueError(f"attention is {self.attention!r}, expected 'auto', 'xla' or 'cudnn'")
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) not in _DTYPES:
                 raise ValueError(

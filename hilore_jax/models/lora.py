@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.linear import Dense
+from hilore_jax.models.names import named
 
 
 class LoraDense(Dense):
@@ -49,7 +50,7 @@ class LoraDense(Dense):
     def __call__(self, x: Float[Array, "*rows d_in"]) -> Float[Array, "*rows d_out"]:
         """Applies the base map and the adapter to the last axis of x."""
         a, b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
-        return super().__call__(x) + ((x @ a) @ b) * self.scale
+        return super().__call__(x) + (named(x @ a, "lora_hidden") @ b) * self.scale
 
     def delta(self) -> Float[Array, "*blocks d_in d_out"]:
         """The adapter as a dense matrix, `(alpha / rank) A B`, float32 (stacked if the map is)."""

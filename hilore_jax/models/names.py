@@ -6,6 +6,7 @@ from jaxtyping import Array, Float
 NAMES: tuple[str, ...] = (
     "block_in",
     "attn_norm",
+    "lora_hidden",
     "q",
     "k",
     "v",
@@ -17,7 +18,12 @@ NAMES: tuple[str, ...] = (
     "mlp_up",
     "mlp_act",
 )
-"""Activations that a decoder block names, in the order in which its forward computes them."""
+"""Activations that a decoder block names, in the order in which its forward computes them.
+
+`lora_hidden` is `x A` of every adapter, there with LoRA only. The gradient of B reads it, and it is
+the one small product whose recomputation needs the exact input of each linear map: unless it is
+kept, compressing those inputs spares nothing.
+"""
 
 
 def named(x: Float[Array, "..."], name: str) -> Float[Array, "..."]:

@@ -10,7 +10,7 @@ from flax import nnx
 from hilore_jax.compiler import compiler_options
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.decoder import Decoder
-from hilore_jax.report.timing import interleaved, ratio
+from hilore_jax.planning.timing import interleaved, ratio
 
 
 def bench_decode(

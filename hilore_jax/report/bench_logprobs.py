@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from hilore_jax.compiler import compiler_options
 from hilore_jax.grpo.logprobs import token_logprobs
+from hilore_jax.grpo.whole import whole_logprobs
 
 
 def bench_logprobs(
@@ -58,25 +59,10 @@ def bench_logprobs(
     ]
 
 
-def plain_logprobs(hidden: jax.Array, unembedding: jax.Array, targets: jax.Array) -> jax.Array:
-    """Log-probabilities by a log-softmax over whole logits.
-
-    Args:
-        hidden: `[batch, seq, d_model]`.
-        unembedding: `[vocab, d_model]`.
-        targets: `[batch, seq]`.
-
-    Returns:
-        `[batch, seq]`, nats.
-    """
-    logits = jnp.einsum("bsd,vd->bsv", hidden, unembedding)
-    return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
-
-
 def _compare(
     ours: Callable, argnums: tuple[int, ...], arguments: tuple, repeats: int
 ) -> dict[str, Any]:
-    compiled = [_compile(function, argnums, arguments) for function in (ours, plain_logprobs)]
+    compiled = [_compile(function, argnums, arguments) for function in (ours, whole_logprobs)]
     outputs = [jax.block_until_ready(c(*arguments)) for c in compiled]
     pairs = [[_seconds(c, arguments) for c in compiled] for _ in range(repeats)]
     temp, plain_temp = (c.memory_analysis().temp_size_in_bytes for c in compiled)

@@ -16,8 +16,8 @@ from hilore_jax.compiler import compiler_options
 from hilore_jax.explain import explain
 from hilore_jax.models.block import Block, BlockFn
 from hilore_jax.models.config import DecoderConfig
+from hilore_jax.planning.timing import interleaved, ratio
 from hilore_jax.remat import remat
-from hilore_jax.report.timing import interleaved, ratio
 from hilore_jax.segments import scan_blocks
 
 Row = dict[str, Any]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
-from hilore_jax.report.timing import interleaved, ratio
+from hilore_jax.planning.timing import interleaved, ratio
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.learner import Learner

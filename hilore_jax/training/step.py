@@ -69,6 +69,7 @@ def make_gradients(
     beta: float = 1e-3,
     temperature: float = 1.0,
     entropy: bool = False,
+    logprobs: Callable[..., Any] = token_logprobs,
 ) -> Callable[[Policies, TrainState, Batch], tuple[nnx.State, Metrics]]:
     """The gradient of one update's loss, without applying it.
 
@@ -79,6 +80,7 @@ def make_gradients(
         temperature: softmax temperature at which tokens are scored.
         entropy: also report the mean entropy of the policy over the optimized tokens, nats; costs
             the reductions over the vocabulary a second time.
+        logprobs: scores tokens; another than `token_logprobs` takes no `entropy`.
 
     Returns:
         `gradients(policies, state, batch) -> (grads, metrics)`: float32 gradients of `state.params`
@@ -90,13 +92,9 @@ def make_gradients(
         model = nnx.merge(graphdef, params, frozen)
         hidden = model.hidden(micro.tokens, micro.attention_mask, policies=policies)
         width = micro.completion_mask.shape[-1]
-        logp = token_logprobs(
-            hidden[:, -width - 1 : -1],
-            model.unembedding(),
-            micro.tokens[:, -width:],
-            temperature,
-            entropy=entropy,
-        )
+        scored = hidden[:, -width - 1 : -1], model.unembedding(), micro.tokens[:, -width:]
+        asked = {"entropy": True} if entropy else {}
+        logp = logprobs(*scored, temperature, **asked)
         logp, nats = logp if isinstance(logp, tuple) else (logp, None)
         loss, omega = loss_and_coefficients(
             logp,
@@ -136,6 +134,7 @@ def make_actor_update(
     temperature: float = 1.0,
     max_grad_norm: float | None = 1.0,
     entropy: bool = False,
+    logprobs: Callable[..., Any] = token_logprobs,
 ) -> Callable[[Policies, TrainState, Batch], tuple[TrainState, Metrics]]:
     """One complete actor update: gradients, clipping by global norm, optimizer.
 
@@ -151,12 +150,18 @@ def make_actor_update(
         temperature: softmax temperature of the rollouts, at which tokens are scored.
         max_grad_norm: gradients are scaled down to this global norm; None leaves them.
         entropy: see `make_gradients`.
+        logprobs: see `make_gradients`.
 
     Returns:
         `update(policies, state, batch) -> (state, metrics)`, pure; see `jit_update`.
     """
     gradients = make_gradients(
-        graphdef, clip=clip, beta=beta, temperature=temperature, entropy=entropy
+        graphdef,
+        clip=clip,
+        beta=beta,
+        temperature=temperature,
+        entropy=entropy,
+        logprobs=logprobs,
     )
     clipper = optax.identity()
     if max_grad_norm is not None:

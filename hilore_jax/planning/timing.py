@@ -19,7 +19,11 @@ class Ratio(NamedTuple):
         return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def interleaved(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+def interleaved(
+    runs: Mapping[str, Callable[..., Any]],
+    repeats: int,
+    prepare: Mapping[str, Callable[[], Any]] | None = None,
+) -> dict[str, list[float]]:
     """Seconds of each run, taken in turns after one warm-up each.
 
     Turns alternate in direction, so that a machine that slows down treats all alike.
@@ -27,20 +31,27 @@ def interleaved(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str
     Args:
         runs: programs by name; each returns arrays, which are waited for.
         repeats: timed turns.
+        prepare: makes the one argument of a run anew, before its clock starts; without, runs take
+            none.
 
     Example:
         >>> times = interleaved({"a": lambda: 1, "b": lambda: 2}, repeats=3)
         >>> [len(seconds) for seconds in times.values()]
         [3, 3]
     """
-    for run in runs.values():
-        jax.block_until_ready(run())
+
+    def once(name: str) -> float:
+        given = () if prepare is None else (jax.block_until_ready(prepare[name]()),)
+        start = time.perf_counter()
+        jax.block_until_ready(runs[name](*given))
+        return time.perf_counter() - start
+
     seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for name in runs:
+        once(name)
     for turn in range(repeats):
         for name in list(runs) if turn % 2 == 0 else reversed(list(runs)):
-            start = time.perf_counter()
-            jax.block_until_ready(runs[name]())
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(once(name))
     return seconds
 
 

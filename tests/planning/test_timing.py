@@ -2,7 +2,7 @@
 
 import pytest
 
-from hilore_jax.report.timing import interleaved, ratio
+from hilore_jax.planning.timing import interleaved, ratio
 
 
 def test_turns_alternate_after_a_warm_up():

@@ -1,0 +1,1 @@
+"""Planning: which policy each block gets, within budgets of memory and gradient error."""

@@ -1,0 +1,79 @@
+"""Budgets: bytes in people's spelling, and a bound on the gradient's relative error."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+_UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
+    f"{letter}iB": 2 ** (10 * (i + 1)) for i, letter in enumerate("KMGT")
+}
+_BYTES = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?i?B)", re.IGNORECASE)
+_RELATIVE = re.compile(r"([0-9.]+)\s*x[\s-]*gc", re.IGNORECASE)
+_BY_LOWER = {name.lower(): factor for name, factor in _UNITS.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What a plan may use.
+
+    Attributes:
+        memory: peak bytes a device: a number of bytes, `"46GiB"`, or `"1.10x gc"`, a multiple of
+            the compiled peak of the update with every block recomputed.
+        risk: R, bound on the relative error of the update's whole gradient (HiLoRe's risk budget;
+            methods 1.6). 0 admits no compression.
+        baseline: another update `(policies, state, batch)` whose peak with every block recomputed
+            `"1.10x gc"` refers to, such as one with whole logits. None: the planned update.
+
+    Example:
+        >>> Budget("1.10x gc").times_gc, Budget("46GiB").nbytes
+        (1.1, 49392123904)
+    """
+
+    memory: int | str
+    risk: float = 0.015
+    baseline: Callable | None = None
+
+    def __post_init__(self) -> None:
+        if self.times_gc is None:
+            parse_bytes(self.memory)
+        if not self.risk >= 0:
+            raise ValueError(f"Budget(risk={self.risk!r}): expected a relative error of 0 or more.")
+        if self.baseline is not None and self.times_gc is None:
+            raise ValueError(
+                f"Budget(memory={self.memory!r}) is absolute, so that its baseline is not used; "
+                'give memory as "1.10x gc", or leave the baseline out.'
+            )
+
+    @property
+    def times_gc(self) -> float | None:
+        """The factor of a relative memory budget, or None."""
+        match = _RELATIVE.fullmatch(self.memory.strip()) if isinstance(self.memory, str) else None
+        return float(match[1]) if match else None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of an absolute memory budget."""
+        return parse_bytes(self.memory)
+
+
+def parse_bytes(text: int | str) -> int:
+    """Bytes from a number or from text with a unit.
+
+    Raises:
+        ValueError: not a size, or a number in text without its unit.
+
+    Example:
+        >>> parse_bytes("1.5 KiB"), parse_bytes(10)
+        (1536, 10)
+    """
+    accepted = 'expected bytes as a whole number, "46GiB" or "48GB", or "1.10x gc".'
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text <= 0:
+            raise ValueError(f"a memory budget of {text} bytes: {accepted}")
+        return text
+    match = _BYTES.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match and match[2].lower() in _BY_LOWER:
+        return int(float(match[1]) * _BY_LOWER[match[2].lower()])
+    if isinstance(text, str) and re.fullmatch(r"[0-9.]+", text.strip()):
+        raise ValueError(f'memory budget "{text}" has no unit (GiB, GB, ...): {accepted}')
+    raise ValueError(f"memory budget {text!r} is not a size: {accepted}")

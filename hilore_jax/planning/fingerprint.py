@@ -1,0 +1,73 @@
+"""What a plan was made for, and how another situation differs from it."""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+Fingerprint = dict[str, str]
+
+
+def fingerprint(block_fn: Callable, block_args: tuple[Any, ...], args: Any, **facts: Any) -> dict:
+    """Names and values that must be equal for a plan to hold.
+
+    Args:
+        block_fn: the planned block.
+        block_args: its arguments, arrays or shapes.
+        args: the update's arguments, arrays or shapes.
+        **facts: others, such as `target` and `blocks`.
+
+    Returns:
+        `block` (the block's traced program, hashed), `block arguments`, `update arguments`
+        (shapes and dtypes, short ones in full), `jax`, and the facts, all text.
+    """
+    # Printed jaxprs show the addresses of custom rules.
+    program = re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(block_fn)(*block_args)))
+    return {
+        **{name: str(value) for name, value in facts.items()},
+        "block": _digest(program),
+        "block arguments": describe(block_args),
+        "update arguments": describe(args),
+        "jax": jax.__version__,
+    }
+
+
+def describe(tree: Any) -> str:
+    """Shapes and dtypes of a pytree's leaves, equal ones counted, hashed where there are many.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> describe((jnp.ones((2, 3)), [jnp.ones((2, 3)), 1]))
+        '2 x float32[2,3], int32[]'
+    """
+    counts: dict[str, int] = {}
+    for leaf in jax.tree.leaves(tree):
+        aval = jax.typeof(leaf) if not hasattr(leaf, "dtype") else leaf
+        shape = ",".join(map(str, aval.shape))
+        text = f"{aval.dtype}[{shape}]"
+        counts[text] = counts.get(text, 0) + 1
+    parts = [f"{n} x {text}" if n > 1 else text for text, n in counts.items()]
+    return ", ".join(parts)
+
+
+def differences(planned: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """What differs, in words; empty where both agree on every name that both have."""
+    return [
+        f"{name}: planned for {_short(planned[name], found[name])}"
+        for name in planned
+        if name in found and planned[name] != found[name]
+    ]
+
+
+def _short(planned: str, found: str) -> str:
+    """Both values, reduced to the parts that differ where they are lists."""
+    left, right = planned.split(", "), found.split(", ")
+    only_left = [part for part in left if part not in right] or left
+    only_right = [part for part in right if part not in left] or right
+    return f"{', '.join(only_left[:4])}; found {', '.join(only_right[:4])}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,240 @@
+"""`Plan`: the policies of an update, what was compiled to prove that they fit, and where from."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hilore_jax.actions import Policy
+from hilore_jax.planning.allocate import allocate
+from hilore_jax.planning.fingerprint import differences
+from hilore_jax.planning.memory import Memory
+from hilore_jax.planning.menu import Entry
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The repeated block of an update.
+
+    Attributes:
+        fn: the block as the update hands it to `hl.scan_blocks` or `hl.remat`.
+        args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+        count: how many there are, one policy each.
+        argnums: arguments that the update differentiates; None: every floating-point one. Frozen
+            weights belong into an argument of their own.
+    """
+
+    fn: Callable
+    args: tuple[Any, ...]
+    count: int
+    argnums: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"hl.Blocks(count={self.count}): expected at least one block.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One compilation on the way to a plan."""
+
+    policies: str  # what was compiled
+    predicted: int | None  # bytes, peak; None where nothing was there to predict from
+    peak: int  # bytes, compiled
+    fits: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One policy a block, proved to fit by the target compiler's own buffer assignment.
+
+    Attributes:
+        policies: one a block.
+        menu: the block's Pareto menu that they were chosen from.
+        target: name of the device.
+        risk_budget: R.
+        budget: bytes, the peak allowed.
+        baseline: compiled peak that a relative budget refers to, or None, bytes.
+        gc: compiled memory with every block recomputed.
+        memory: compiled memory of this plan.
+        predicted: peak predicted for it before it was compiled, bytes.
+        bound_seconds: no choice from the menu can recompute for less time in this budget (the
+            relaxation of the allocation), seconds.
+        cost: "modelled" (roofline) or "measured".
+        fingerprint: what the plan holds for.
+        trials: everything compiled.
+    """
+
+    policies: tuple[Policy, ...]
+    menu: tuple[Entry, ...]
+    target: str
+    risk_budget: float
+    budget: int
+    baseline: int | None
+    gc: Memory
+    memory: Memory
+    predicted: int
+    bound_seconds: float
+    cost: str
+    fingerprint: dict[str, str]
+    trials: tuple[Trial, ...]
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The menu entry of each block."""
+        by_policy = {entry.policy: entry for entry in self.menu}
+        return tuple(by_policy[policy] for policy in self.policies)
+
+    @property
+    def recompute_seconds(self) -> float:
+        """Seconds a microbatch that backward spends on recomputation and codecs (`cost`)."""
+        return sum(entry.seconds for entry in self.entries)
+
+    @property
+    def removed_flops(self) -> float:
+        """Share of the matmul FLOPs that GC recomputes and this plan does not."""
+        full = len(self.policies) * max(entry.flops for entry in self.menu)
+        return 1 - sum(entry.flops for entry in self.entries) / full if full else 0.0
+
+    @property
+    def risk(self) -> float:
+        """Predicted relative error of the whole gradient: root of the summed squares."""
+        return sum(entry.risk**2 for entry in self.entries) ** 0.5
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def explain(self) -> str:
+        """A table: block ranges x names, and where the memory goes."""
+        from hilore_jax.planning.table import plan_table
+
+        return plan_table(self)
+
+    def pareto(self, points: int = 40) -> list[dict[str, float]]:
+        """The best choice at each of a range of budgets, as the allocation predicts it.
+
+        Returns:
+            Rows of `peak` (bytes, this plan's correction applied), `seconds` (recomputation),
+            `removed_flops` (share) and `risk`, from GC to the fastest choice within the risk
+            budget; each row faster than the one before.
+        """
+        count = len(self.policies)
+        offset = self.memory.peak - sum(entry.nbytes for entry in self.entries)
+        most = count * max(entry.nbytes for entry in self.menu)
+        full = count * max(entry.flops for entry in self.menu)
+        rows: list[dict[str, float]] = []
+        for i in range(points + 1):
+            found = allocate([self.menu] * count, most * i // points, self.risk_budget)
+            chosen = [self.menu[c] for c in found.choices]
+            row = {
+                "peak": float(offset + found.nbytes if found.nbytes else self.gc.peak),
+                "seconds": found.seconds,
+                "removed_flops": 1 - sum(e.flops for e in chosen) / full if full else 0.0,
+                "risk": found.risk,
+            }
+            if not rows or row["seconds"] < rows[-1]["seconds"]:
+                rows.append(row)
+        return rows
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draws `pareto()`, the budget and this plan; writes the picture where a path is given."""
+        from hilore_jax.planning.picture import plot_pareto
+
+        return plot_pareto(self, path)
+
+    def check(self, found: Mapping[str, str]) -> None:
+        """Refuses another situation than the planned one.
+
+        Args:
+            found: a `fingerprint` of the present situation, whole or in part.
+
+        Raises:
+            ValueError: names each difference.
+        """
+        if differ := differences(self.fingerprint, found):
+            raise ValueError(
+                "the plan was made for another situation: " + "; ".join(differ) + ". Plan again."
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON; a reader never sees half of it."""
+        fields = {
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+            "schema": SCHEMA,
+            "policies": [[n, json.loads(p.to_json())] for p, n in runs(self.policies)],
+            "menu": [
+                {**dataclasses.asdict(e), "policy": json.loads(e.policy.to_json())}
+                for e in self.menu
+            ],
+            "gc": self.gc.to_dict(),
+            "memory": self.memory.to_dict(),
+            "trials": [dataclasses.asdict(trial) for trial in self.trials],
+        }
+        path = Path(path)
+        half = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            half.write_text(json.dumps(fields, indent=1) + "\n")
+            half.replace(path)
+        finally:
+            half.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path, found: Mapping[str, str] | None = None) -> "Plan":
+        """Reads a plan.
+
+        Args:
+            path: a file that `save` wrote.
+            found: a `fingerprint` that must agree; jax's version is always compared.
+
+        Raises:
+            ValueError: not a plan, of a newer schema, or made for another situation.
+        """
+        import jax
+
+        try:
+            fields = json.loads(Path(path).read_text())
+            schema = fields.pop("schema")
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{path} is not a plan file: {error!r}.") from None
+        if schema != SCHEMA:
+            raise ValueError(
+                f"{path} has plan schema {schema}, this hilore_jax reads {SCHEMA}: "
+                + ("install a newer hilore_jax." if schema > SCHEMA else "plan again.")
+            )
+        try:
+            fields["policies"] = tuple(
+                policy
+                for n, text in fields["policies"]
+                for policy in [Policy.from_json(json.dumps(text))] * n
+            )
+            fields["menu"] = tuple(
+                Entry(**{**e, "policy": Policy.from_json(json.dumps(e["policy"]))})
+                for e in fields["menu"]
+            )
+            fields["gc"], fields["memory"] = (Memory.from_dict(fields[k]) for k in ("gc", "memory"))
+            fields["trials"] = tuple(Trial(**trial) for trial in fields["trials"])
+            plan = cls(**fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is a damaged plan file: {error!r}. Plan again.") from None
+        plan.check({"jax": jax.__version__, **(found or {})})
+        return plan
+
+
+def runs(policies: Sequence[Policy]) -> list[tuple[Policy, int]]:
+    """Equal consecutive policies and how many there are.
+
+    Example:
+        >>> [n for _, n in runs([Policy({}), Policy({}), Policy({"q": Policy({}).default})])]
+        [2, 1]
+    """
+    found: list[tuple[Policy, int]] = []
+    for policy in policies:
+        if found and found[-1][0] == policy:
+            found[-1] = (policy, found[-1][1] + 1)
+        else:
+            found.append((policy, 1))
+    return found

@@ -1,0 +1,120 @@
+"""A plan as text: block ranges x names, memory predicted and compiled, and why not the next."""
+
+from collections.abc import Sequence
+
+from hilore_jax.actions import Action, Offload, Recompute, Store
+from hilore_jax.explain import format_bytes
+from hilore_jax.planning.menu import Entry
+from hilore_jax.planning.plan import Plan, runs
+
+
+def plan_table(plan: Plan) -> str:
+    """The table that `Plan.explain()` prints."""
+    names = sorted({name for entry in plan.menu for name in entry.policy})
+    by_policy = {entry.policy: entry for entry in plan.menu}
+    slowest = max(entry.seconds for entry in plan.menu)
+    head = ["blocks", *names, "kept/block", "ms saved/block", "TFLOP recomputed", "risk/block"]
+    rows = [head]
+    first = 0
+    for policy, count in runs(plan.policies):
+        entry = by_policy[policy]
+        last = first + count - 1
+        rows.append(
+            [
+                f"{first}-{last}" if last > first else str(first),
+                *(letter(policy[name]) for name in names),
+                format_bytes(entry.nbytes),
+                f"{1e3 * (slowest - entry.seconds):.3f}",
+                f"{entry.flops / 1e12:.3f}",
+                f"{entry.risk:.4f}",
+            ]
+        )
+        first += count
+    lines = [f"plan for {plan.target}, {len(plan.policies)} blocks; seconds are {plan.cost}"]
+    lines += _aligned(rows)
+    lines.append(
+        "H stored, R recomputed, O offloaded; L compressed: i8, i4, f8, then @axis/tile where they "
+        "are not the default"
+    )
+    lines += _memory(plan)
+    lines.append(
+        f"recompute: {plan.recompute_seconds:.4f} s a microbatch ({plan.cost}), "
+        f"{_bound(plan)}; {100 * plan.removed_flops:.1f} % of GC's recomputed matmul FLOPs removed"
+    )
+    lines.append(f"risk: {plan.risk:.4f} of {plan.risk_budget:g}")
+    lines.append(why_not_better(plan))
+    return "\n".join(lines)
+
+
+def letter(action: Action) -> str:
+    """An action in a table's cell.
+
+    Example:
+        >>> letter(Store()), letter(Recompute()), letter(Compress("int8", axis=1, tile=32))
+        ('H', 'R', 'i8@1/32')
+    """
+    if isinstance(action, Store):
+        return "H"
+    if isinstance(action, Recompute):
+        return "R"
+    if isinstance(action, Offload):
+        return "O"
+    codec = action.codec if isinstance(action.codec, str) else action.codec.name
+    short = {"int8": "i8", "int4": "i4", "fp8_e4m3": "f8", "fp8_e5m2": "f8e5"}.get(codec, codec)
+    tile = "all" if action.tile is None else action.tile
+    plain = (action.axis, action.tile) == (-1, 128)
+    return short if plain else f"{short}@{action.axis}/{tile}"
+
+
+def why_not_better(plan: Plan) -> str:
+    """Which budget keeps the plan from the next faster choice of its block."""
+    entries: Sequence[Entry] = plan.entries
+    fastest = min(plan.menu, key=lambda entry: (entry.seconds, entry.nbytes))
+    if all(entry.seconds <= fastest.seconds for entry in entries):
+        return "no block can be faster with any entry of the menu"
+    slow = max(entries, key=lambda entry: entry.seconds)
+    better = [entry for entry in plan.menu if entry.seconds < slow.seconds]
+    step = min(better, key=lambda entry: max(0, entry.nbytes - slow.nbytes))
+    more = step.nbytes - slow.nbytes
+    left = plan.budget - plan.memory.peak
+    squares = plan.risk**2 - slow.risk**2 + step.risk**2
+    reasons = []
+    if more > left:
+        reasons.append(f"{format_bytes(more)} more are needed, {format_bytes(left)} are left")
+    if squares > plan.risk_budget**2:
+        reasons.append(f"the risk would be {squares**0.5:.4f}")
+    because = " and ".join(reasons) or "it gains less than the search resolves"
+    return (
+        f"why not the next better: one more block from [{slow.policy}] to [{step.policy}]: "
+        f"{because}"
+    )
+
+
+def _memory(plan: Plan) -> list[str]:
+    memory = plan.memory
+    against = "" if plan.baseline is None else f", {plan.budget / plan.baseline:.3f} x baseline"
+    error = 100 * (plan.predicted / memory.peak - 1)
+    return [
+        f"peak: compiled {format_bytes(memory.peak)}, predicted {format_bytes(plan.predicted)} "
+        f"({error:+.2f} %), budget {format_bytes(plan.budget)}{against}, GC "
+        f"{format_bytes(plan.gc.peak)}",
+        f"  arguments {format_bytes(memory.arguments)}, temporaries "
+        f"{format_bytes(memory.temporaries)}, outputs not donated "
+        f"{format_bytes(memory.outputs - memory.aliased)}, host {format_bytes(memory.host)}; "
+        f"the compiler's own peak {format_bytes(memory.xla_peak)}",
+    ]
+
+
+def _bound(plan: Plan) -> str:
+    if plan.bound_seconds <= 0:
+        return "bound 0"
+    gap = 100 * (plan.recompute_seconds / plan.bound_seconds - 1)
+    return f"{gap:.1f} % above the bound {plan.bound_seconds:.4f} s of this budget"
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

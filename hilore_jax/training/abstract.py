@@ -1,0 +1,117 @@
+"""A model's actor update by shapes alone: what the planner compiles, without weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from hilore_jax.actions import Policy
+from hilore_jax.grpo import token_logprobs
+from hilore_jax.grpo.whole import whole_logprobs
+from hilore_jax.models.block import Block
+from hilore_jax.models.config import DecoderConfig
+from hilore_jax.models.decoder import Decoder
+from hilore_jax.planning.plan import Blocks
+from hilore_jax.training.batch import Batch
+from hilore_jax.training.step import TrainState, init_state, make_actor_update
+
+HEADS: dict[str, Callable[..., jax.Array]] = {"chunked": token_logprobs, "whole": whole_logprobs}
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitBlock:
+    """A block as `(trained, frozen, x, cos, sin, mask) -> x`: what moves and what does not."""
+
+    graphdef: nnx.GraphDef
+
+    def __call__(self, trained: Any, frozen: Any, *inputs: Any) -> jax.Array:
+        """The block's output."""
+        return nnx.merge(self.graphdef, trained, frozen)(*inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractUpdate:
+    """A model's actor update, for `hilore_jax.plan`; nothing is allocated.
+
+    Attributes:
+        config: the model's shape.
+        micro: microbatches of an update.
+        rows: sequences of a microbatch.
+        seq: tokens a sequence.
+        completion: scored tokens of a sequence, its last ones.
+        optimizer: of the trained parameters.
+        head: "chunked" (`token_logprobs`), or "whole" logits, the baseline.
+        beta: weight of the reference term; 0 leaves reference log-probs out.
+    """
+
+    config: DecoderConfig
+    micro: int
+    rows: int
+    seq: int
+    completion: int
+    optimizer: optax.GradientTransformation
+    head: str = "chunked"
+    beta: float = 1e-3
+
+    def __call__(self, policies: Sequence[Policy], state: TrainState, batch: Batch) -> Any:
+        """`update(policies, state, batch) -> (state, metrics)`."""
+        graphdef, _ = self._state(policies)
+        update = make_actor_update(
+            graphdef, self.optimizer, beta=self.beta, logprobs=HEADS[self.head]
+        )
+        return update(tuple(policies), state, batch)
+
+    def arguments(self, policies: Sequence[Policy]) -> tuple[TrainState, Batch]:
+        """Shapes of the state, its stacks in the policies' segments, and of the batch."""
+        return self._state(policies)[1], self._batch()
+
+    def blocks(self) -> Blocks:
+        """The block and its arguments' shapes, trained and frozen parameters apart."""
+        kind = self._trainable
+        block = nnx.eval_shape(lambda: Block(self.config, rngs=nnx.Rngs(0)))
+        graphdef, trained, frozen = nnx.split(block, kind, ...)
+        tokens = (self.rows, self.seq)
+        half = jax.ShapeDtypeStruct((*tokens, self.config.head_dim // 2), jnp.float32)
+        x = jax.ShapeDtypeStruct((*tokens, self.config.d_model), self.config.compute_dtype)
+        mask = jax.ShapeDtypeStruct(tokens, jnp.bool_)
+        args = trained, frozen, x, half, half, mask
+        return Blocks(SplitBlock(graphdef), args, self.config.n_layers, argnums=(0, 2))
+
+    @property
+    def _trainable(self) -> type[nnx.Variable]:
+        return nnx.Param if self.config.lora is None else nnx.LoRAParam
+
+    def _state(self, policies: Sequence[Policy]) -> tuple[nnx.GraphDef, TrainState]:
+        lengths = tuple(len(list(run)) for _, run in itertools.groupby(policies))
+        found: list[nnx.GraphDef] = []
+
+        def state() -> TrainState:
+            model = Decoder(self.config, segments=lengths, rngs=nnx.Rngs(0))
+            graphdef, state = init_state(model, self.optimizer, jax.random.key(0))
+            found.append(graphdef)
+            return state
+
+        shapes = jax.eval_shape(state)
+        return found[0], shapes
+
+    def _batch(self) -> Batch:
+        def batch() -> Batch:
+            tokens = jnp.zeros((self.micro, self.rows, self.seq), jnp.int32)
+            scored = jnp.zeros((self.micro, self.rows, self.completion), jnp.float32)
+            return Batch(
+                tokens=tokens,
+                attention_mask=tokens > 0,
+                completion_mask=scored > 0,
+                logp_old=scored,
+                logp_ref=scored if self.beta else None,
+                advantages=jnp.zeros((self.micro, self.rows), jnp.float32),
+            )
+
+        return jax.eval_shape(batch)

@@ -1,0 +1,116 @@
+"""`hilore plan`: a plan for a model's actor update by name, without weights or the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import optax
+
+from hilore_jax.models.config import DecoderConfig, LoraConfig
+from hilore_jax.models.shapes import family, from_folder
+from hilore_jax.planning.budget import Budget
+from hilore_jax.planning.plan import Plan
+from hilore_jax.planning.solve import plan
+from hilore_jax.planning.target import parse_target
+from hilore_jax.training.abstract import AbstractUpdate
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig:
+    """The policies that recompute least within a memory and a risk budget, for a target device."""
+
+    model: str = "qwen2.5-3b"
+    """A family by name, such as `qwen2.5-3b`, or a folder with a config.json."""
+    batch: str = "2x2048"
+    """Sequences x tokens of a microbatch."""
+    micro: int = 1
+    """Microbatches of an update."""
+    completion: int = 0
+    """Scored tokens of a sequence; 0 for all but the first, the most that can be."""
+    lora: int = 0
+    """Rank of LoRA adapters; 0 trains every parameter."""
+    dtype: str = "bfloat16"
+    """Compute and storage dtype of the base weights."""
+    target: str = "device"
+    """`cpu`, `device`, `cuda:h200`, `cuda:h100-80x8`, `tpu:v5e`, ..., or a target file."""
+    memory: str = "1.10x-gc"
+    """Peak memory: `46GiB`, or `1.10x-gc` times the peak with every block recomputed."""
+    risk: float = 0.015
+    """Bound on the relative error of the update's gradient; 0 for no compression."""
+    baseline: str = "chunked"
+    """Logits of the update that `1.10x-gc` refers to: `chunked`, or `whole-logits`."""
+    offload: bool = False
+    """Also consider keeping activations in pinned host memory."""
+    out: str = ""
+    """JSON file to write the plan to."""
+    plot: str = ""
+    """PNG or SVG file to draw the Pareto curve into."""
+
+
+def run_plan(config: PlanConfig) -> Plan:
+    """Plans, prints the table, and writes what was asked for.
+
+    Raises:
+        ValueError: an option that cannot be read, or a budget that cannot be met.
+    """
+    if config.baseline not in ("chunked", "whole-logits"):
+        raise ValueError(f"--baseline {config.baseline}: expected chunked or whole-logits")
+    update = abstract_update(config)
+    whole = dataclasses.replace(update, head="whole")
+    budget = Budget(
+        config.memory, config.risk, baseline=whole if config.baseline == "whole-logits" else None
+    )
+    made = plan(
+        update,
+        update.arguments,
+        blocks=update.blocks(),
+        budget=budget,
+        target=config.target,
+        offload=config.offload,
+    )
+    print(made)
+    if config.out:
+        made.save(config.out)
+    if config.plot:
+        made.plot(config.plot)
+    return made
+
+
+def abstract_update(config: PlanConfig) -> AbstractUpdate:
+    """The model's actor update by shapes.
+
+    Raises:
+        ValueError: a batch that is not ROWSxTOKENS, or an unknown model.
+    """
+    match = re.fullmatch(r"([1-9][0-9]*)\s*x\s*([1-9][0-9]*)", config.batch)
+    if match is None:
+        raise ValueError(
+            f"--batch {config.batch}: expected sequences x tokens of a microbatch, such as 2x2048"
+        )
+    rows, seq = int(match[1]), int(match[2])
+    completion = config.completion or seq - 1
+    if not 0 < completion < seq:
+        raise ValueError(f"--completion {completion}: expected 1 to {seq - 1} of {seq} tokens")
+    return AbstractUpdate(
+        model_shape(config, parse_target(config.target).platform),
+        micro=config.micro,
+        rows=rows,
+        seq=seq,
+        completion=completion,
+        optimizer=optax.adamw(1e-6),
+    )
+
+
+def model_shape(config: PlanConfig, platform: str) -> DecoderConfig:
+    """The model's config, with the attention that runs on the target's platform."""
+    lora = LoraConfig(rank=config.lora) if config.lora else None
+    fields = {"dtype": config.dtype, "param_dtype": config.dtype, "lora": lora}
+    if Path(config.model).is_dir():
+        shape = from_folder(config.model, **fields)
+    else:
+        shape = family(config.model, **fields)
+    fits = shape.head_dim <= 128 and shape.head_dim % 8 == 0 and shape.dtype != "float32"
+    kind = "cudnn" if platform == "cuda" and fits else "xla"
+    return dataclasses.replace(shape, attention=kind)

@@ -1,0 +1,242 @@
+"""`hl.plan` on a small update, on CPU: what it returns fits, is fastest, and is what it says."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import hilore_jax as hl
+from blocks import mlp, params
+from hilore_jax.planning.memory import compiled_memory
+from hilore_jax.planning.target import parse_target
+from hilore_jax.work import live_work
+
+D, F, N = 32, 96, 6
+X = jax.ShapeDtypeStruct((8, 128, D), jnp.float32)
+ONE = jax.eval_shape(lambda: params(d=D, f=F))
+STACK = jax.tree.map(lambda s: jax.ShapeDtypeStruct((N, *s.shape), s.dtype), ONE)
+
+
+def arguments(policies):
+    """Weights in the segments of the policies, so that no scan copies a slice of them."""
+    lengths = [len(list(run)) for _, run in itertools.groupby(policies)]
+    stacks = (
+        jax.tree.map(lambda s, n=n: jax.ShapeDtypeStruct((n, *s.shape), s.dtype), ONE)
+        for n in lengths
+    )
+    return tuple(stacks), X
+
+
+BLOCKS = hl.Blocks(mlp, (ONE, X), N)
+# Fixed figures instead of measured ones, so that every run finds the same menu.
+CPU = dataclasses.replace(parse_target("cpu"), flops=(("float32", 1e10),), bandwidth=2e10)
+CODECS = (hl.Compress("int8"), hl.Compress("int4"))
+
+
+def risks(name, compress):
+    return {"int8": 0.002, "int4": 0.03}[compress.codec]
+
+
+def update(policies, stack, x):
+    def loss(stack):
+        return jnp.sum(jnp.sin(hl.scan_blocks(mlp, stack, x, policies)))
+
+    return jax.tree.map(lambda a, g: a - 0.1 * g, stack, jax.grad(loss)(stack)), {}
+
+
+def plan(memory, risk=0.015, fn=update, **options):
+    budget = hl.Budget(memory, risk, **options)
+    return hl.plan(
+        fn,
+        arguments,
+        blocks=BLOCKS,
+        budget=budget,
+        target=CPU,
+        codecs=CODECS,
+        risks=risks,
+    )
+
+
+@functools.cache
+def made(memory, risk=0.015):
+    return plan(memory, risk)
+
+
+LADDER = ("1.0x gc", "1.2x gc", "1.5x gc", "2x gc", "4x gc")
+
+
+@pytest.mark.parametrize("memory", LADDER)
+def test_the_compiled_peak_fits_and_is_what_another_compilation_says(memory):
+    found = made(memory)
+    bound = functools.partial(update, found.policies)
+    again = compiled_memory(
+        bound, *arguments(found.policies), target=parse_target("cpu"), donate=(0,), cache=None
+    )
+    assert again == found.memory
+    assert again.peak <= found.budget == int(float(memory.split("x")[0]) * found.gc.peak)
+    assert found.risk <= found.risk_budget
+    assert len(found.trials) <= 8
+
+
+def test_predicted_peaks_are_close_to_compiled_ones():
+    for memory in LADDER:
+        assert made(memory).predicted == pytest.approx(made(memory).memory.peak, rel=0.03)
+
+
+def test_a_larger_budget_is_never_slower_and_the_ends_are_known():
+    seconds = [made(memory).recompute_seconds for memory in LADDER]
+    assert seconds == sorted(seconds, reverse=True)
+    assert made("1.0x gc").policies == (hl.Policy({}),) * N
+    assert made("4x gc").removed_flops == 1
+    assert seconds[0] > seconds[1] > seconds[-1]
+    for memory in LADDER:
+        assert made(memory).recompute_seconds >= made(memory).bound_seconds * (1 - 1e-9)
+
+
+def test_what_the_plan_says_is_removed_is_gone_from_the_program():
+    def matmuls(policies):
+        return live_work(functools.partial(update, policies), *arguments(policies))
+
+    gc, none = matmuls((hl.Policy({}),) * N), matmuls((hl.Policy(default=hl.Store()),) * N)
+    for memory in LADDER:
+        recomputed = matmuls(made(memory).policies) - none
+        assert recomputed.flops == sum(entry.flops for entry in made(memory).entries)
+        share = 1 - recomputed.flops / (gc - none).flops
+        assert share == pytest.approx(made(memory).removed_flops)
+
+
+def test_risk_budgets_decide_what_is_compressed():
+    def compressed(plan):
+        return {p[name].codec for p in plan.policies for name in p.names(hl.Compress)}
+
+    assert compressed(made("1.2x gc", 0.0)) == set()
+    assert compressed(made("1.2x gc")) == {"int8"}
+    assert "int4" in compressed(made("1.2x gc", 1.0))
+    assert made("1.2x gc").recompute_seconds < made("1.2x gc", 0.0).recompute_seconds
+
+
+def test_absolute_budgets_and_baselines():
+    gc = made("1.0x gc").gc.peak
+    assert plan(gc).policies == (hl.Policy({}),) * N
+
+    def wasteful(policies, stack, x):
+        state, _ = update(policies, stack, x)
+        return state, {"scores": jnp.ones((2 * gc // 4,)) * x.sum()}
+
+    found = plan("1x gc", baseline=wasteful)
+    assert found.baseline is not None and found.baseline > 2 * gc
+    assert found.budget == found.baseline and found.removed_flops > made("1.2x gc").removed_flops
+
+
+def test_a_budget_below_the_least_says_the_least_and_what_it_is_made_of():
+    least = made("1.0x gc").gc
+    with pytest.raises(ValueError, match=f"needs {least.peak}: .*arguments {least.arguments}"):
+        plan(least.peak - 1)
+
+
+def test_an_update_that_ignores_its_policies_is_found_out():
+    def ignores(policies, stack, x):
+        return update((hl.Policy({}),) * N, stack, x)
+
+    with pytest.raises(ValueError, match=r"does not depend on the policies: .*6 x gc both have"):
+        plan("2x gc", fn=ignores)
+
+
+def test_counts_that_differ_and_updates_that_do_not_trace():
+    with pytest.raises(ValueError, match="policies for 6 blocks"):
+        hl.plan(
+            update,
+            (STACK, X),
+            blocks=dataclasses.replace(BLOCKS, count=7),
+            budget=hl.Budget("2x gc"),
+            target="cpu",
+        )
+    with pytest.raises(ValueError, match=r"count=0"):
+        dataclasses.replace(BLOCKS, count=0)
+
+    def steers(policies, stack, x):
+        return update(policies, stack, x) if x.sum() > 0 else (stack, {})
+
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        plan("2x gc", fn=steers)
+
+
+def test_plans_are_saved_and_loaded(tmp_path):
+    path = tmp_path / "plan.json"
+    made("1.2x gc").save(path)
+    assert hl.Plan.load(path) == made("1.2x gc")
+    assert hl.Plan.load(path, made("4x gc").fingerprint) == made("1.2x gc")
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_plan_for_another_situation_is_refused(tmp_path):
+    path = tmp_path / "plan.json"
+    made("1.2x gc").save(path)
+    with pytest.raises(ValueError, match="target: planned for cpu; found cuda:h200"):
+        hl.Plan.load(path, {"target": "cuda:h200"})
+    fields = json.loads(path.read_text())
+    fields["fingerprint"]["jax"] = "0.4.1"
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"jax: planned for 0\.4\.1; found"):
+        hl.Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f | {"schema": 99}, "schema 99.*install a newer"),
+        (lambda f: f | {"schema": 0}, "schema 0.*plan again"),
+        (lambda f: {k: v for k, v in f.items() if k != "menu"}, "damaged"),
+        (lambda f: f | {"surprise": 1}, "damaged"),
+        (lambda f: {"a": 1}, "not a plan file"),
+        (lambda f: [1], "not a plan file"),
+    ],
+)
+def test_damaged_and_newer_files_are_refused(tmp_path, change, message):
+    path = tmp_path / "plan.json"
+    made("1.2x gc").save(path)
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(ValueError, match=message):
+        hl.Plan.load(path)
+
+
+def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    made("1.2x gc").save(path)
+
+    whole = pathlib.Path.write_text
+
+    def interrupted(self, text):
+        whole(self, text[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pathlib.Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made("4x gc").save(path)
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+    assert hl.Plan.load(path) == made("1.2x gc")
+
+
+def test_the_table_says_what_is_done_and_why_not_more():
+    text = made("1.2x gc").explain()
+    head = text.splitlines()[1].split()
+    assert head[:1] == ["blocks"] and {"gate", "up"} <= set(head)
+    assert "seconds are modelled" in text and "peak: compiled" in text
+    assert "more are needed" in text or "the risk would be" in text
+    assert "no block can be faster" in made("4x gc").explain()
+
+
+def test_pareto_rows_fall_and_start_at_gc(tmp_path):
+    rows = made("1.2x gc").pareto()
+    assert rows[0]["peak"] == made("1.2x gc").gc.peak and rows[0]["removed_flops"] == 0
+    seconds = [row["seconds"] for row in rows]
+    assert len(rows) > 5 and all(b < a for a, b in itertools.pairwise(seconds))
+    assert all(row["risk"] <= 0.015 for row in rows)
+    made("1.2x gc").plot(tmp_path / "pareto.png")
+    assert (tmp_path / "pareto.png").stat().st_size > 10_000

@@ -1,0 +1,95 @@
+"""The actor update by shapes: equal to the real one, and plannable."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import hilore_jax as hl
+from hilore_jax.models.config import DecoderConfig, LoraConfig
+from hilore_jax.models.decoder import Decoder, segment
+from hilore_jax.training.abstract import AbstractUpdate
+from hilore_jax.training.step import init_state
+
+CONFIG = DecoderConfig(
+    vocab_size=40, d_model=16, d_ff=24, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=8
+)
+LORA = dataclasses.replace(CONFIG, lora=LoraConfig(rank=2))
+GC, INT8 = hl.Policy({}), hl.parse_policy("mlp_gate=int8,mlp_up=int8")
+MIXED = (GC, INT8, INT8)
+
+
+def make(config=CONFIG, **fields):
+    optimizer = optax.adamw(1e-3)
+    defaults = {"micro": 2, "rows": 2, "seq": 8, "completion": 5, "optimizer": optimizer}
+    return AbstractUpdate(config, **(defaults | fields))
+
+
+def random_batch(update):
+    shapes = update.arguments(MIXED)[1]
+    keys = iter(jax.random.split(jax.random.key(1), 10))
+    real = dataclasses.replace(
+        shapes,
+        tokens=jax.random.randint(next(keys), shapes.tokens.shape, 0, 40),
+        attention_mask=jnp.ones(shapes.attention_mask.shape, bool),
+        completion_mask=jnp.ones(shapes.completion_mask.shape, bool),
+        logp_old=-jax.random.uniform(next(keys), shapes.logp_old.shape) - 3,
+        advantages=jax.random.normal(next(keys), shapes.advantages.shape),
+    )
+    return dataclasses.replace(real, logp_ref=real.logp_old - 0.1)
+
+
+@pytest.mark.parametrize("config", [CONFIG, LORA], ids=["dense", "lora"])
+def test_shapes_are_those_of_a_real_state_in_the_policies_segments(config):
+    update = make(config)
+    state, _ = update.arguments(MIXED)
+    model = segment(Decoder(config, rngs=nnx.Rngs(0)), MIXED)
+    _, real = init_state(model, update.optimizer, jax.random.key(0))
+    describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
+    assert describe(state) == describe(real)
+    new, metrics = jax.jit(update, static_argnums=0)(MIXED, real, random_batch(update))
+    assert describe(new) == describe(real) and float(metrics["grad_norm"]) > 0
+
+
+def test_whole_and_chunked_logits_give_the_same_update():
+    update = make()
+    model = segment(Decoder(CONFIG, rngs=nnx.Rngs(0)), MIXED)
+    _, state = init_state(model, update.optimizer, jax.random.key(0))
+    batch = random_batch(update)
+    ours = jax.jit(update, static_argnums=0)(MIXED, state, batch)[1]
+    whole = jax.jit(dataclasses.replace(update, head="whole"), static_argnums=0)
+    whole = whole(MIXED, state, batch)[1]
+    assert float(ours["loss"]) == pytest.approx(float(whole["loss"]), abs=1e-6)
+    assert float(ours["grad_norm"]) == pytest.approx(float(whole["grad_norm"]), rel=1e-4)
+
+
+def test_without_lora_hidden_compression_spares_nothing_under_lora():
+    blocks = make(LORA).blocks()
+    kept = "q=int8,attn_out=int8,mlp_gate=int8,mlp_up=int8,k=store,v=store,attn_lse=store"
+    kept += ",attn_residual=store"
+
+    def matmuls(policy):
+        explained = hl.explain(
+            hl.parse_policy(policy), blocks.fn, *blocks.args, argnums=blocks.argnums
+        )
+        return explained.recomputed.matmuls
+
+    assert matmuls(kept) > 7
+    assert matmuls(kept + ",lora_hidden=store") == 0
+    assert blocks.count == 3
+
+
+def test_a_model_by_shape_is_planned():
+    update = make(LORA, rows=4, seq=64, completion=63)
+    plan = hl.plan(
+        update,
+        update.arguments,
+        blocks=update.blocks(),
+        budget=hl.Budget("1.5x gc"),
+        target="cpu",
+    )
+    assert plan.memory.peak <= plan.budget and len(plan.policies) == 3
+    assert plan.removed_flops > 0
