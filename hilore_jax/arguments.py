@@ -42,8 +42,7 @@ def static_names(
     unknown += [n for n in numbers if not -len(parameters) <= n < len(parameters)]
     if unknown and not open_ended:
         raise ValueError(
-            f"hl.remat: static arguments {unknown} are not among those of {name(fn)}: "
-            f"{parameters}."
+            f"hl.remat: static arguments {unknown} are not among those of {name(fn)}: {parameters}."
         )
     # With *args a negative position counts from the end of each call, as in jax.jit.
     kept = {n for n in numbers if n >= 0 or open_ended}

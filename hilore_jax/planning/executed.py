@@ -10,14 +10,14 @@ _DOT = re.compile(r"= \S+ (?:dot|convolution|ragged-dot)\(")
 _KERNEL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|fmha|conv)', re.IGNORECASE)
 
 
-def executed_matmuls(text: str) -> int:
+def executed_matmuls(text: str | None) -> int:
     """How many matmuls a compiled program runs.
 
     A loop's body counts as often as the compiler knows it to run (once where it does not know), a
     branch at its most. Library calls for matmuls, convolutions and fused attention count as one.
 
     Args:
-        text: `compiled.as_text()`.
+        text: `compiled.as_text()`, which some backends leave out.
 
     Raises:
         ValueError: the text has no entry computation.
@@ -31,7 +31,7 @@ def executed_matmuls(text: str) -> int:
     bodies: dict[str, list[str]] = {}
     current: list[str] = []
     entry = None
-    for line in text.splitlines():
+    for line in (text or "").splitlines():
         if match := _COMPUTATION.match(line):
             current = bodies.setdefault(match[1], [])
             entry = match[1] if line.startswith("ENTRY") else entry
