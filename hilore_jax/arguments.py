@@ -11,8 +11,7 @@ import numpy as np
 from hilore_jax.modules import is_module
 
 
-def name(fn: Callable) -> str:
-    """What errors call a function."""
+def _name(fn: Callable) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
 
@@ -42,7 +41,8 @@ def static_names(
     unknown += [n for n in numbers if not -len(parameters) <= n < len(parameters)]
     if unknown and not open_ended:
         raise ValueError(
-            f"hl.remat: static arguments {unknown} are not among those of {name(fn)}: {parameters}."
+            f"hl.remat: static arguments {unknown} are not among those of {_name(fn)}: "
+            f"{parameters}."
         )
     # With *args a negative position counts from the end of each call, as in jax.jit.
     kept = {n for n in numbers if n >= 0 or open_ended}
@@ -52,11 +52,7 @@ def static_names(
 
 
 def bind_static(
-    fn: Callable,
-    static: frozenset[str | int],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    caller: str = "hl.remat",
+    fn: Callable, static: frozenset[str | int], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable, tuple[Any, ...], dict[str, Any]]:
     """`fn` with its static arguments fixed, and the arguments that remain.
 
@@ -88,7 +84,7 @@ def _check_traceable(fn: Callable, name: str, value: Any) -> None:
         if is_module(leaf) or isinstance(leaf, arrays) or hasattr(leaf, "dtype"):
             continue
         raise TypeError(
-            f"{name(fn)}: argument {name!r} holds {leaf!r} ({type(leaf).__name__}), which cannot "
+            f"{_name(fn)}: argument {name!r} holds {leaf!r} ({type(leaf).__name__}), which cannot "
             f"be traced; pass static_argnames=({name!r},) to hl.remat."
         )
 
@@ -100,7 +96,7 @@ def explained(fn: Callable) -> Iterator[None]:
         yield
     except jax.errors.ConcretizationTypeError as error:  # its subclasses: bool, integer, index
         error.add_note(
-            f"hl.remat traces every argument of {name(fn)}({', '.join(_parameters(fn))}); name "
+            f"hl.remat traces every argument of {_name(fn)}({', '.join(_parameters(fn))}); name "
             "those that steer Python code in static_argnames=(...)."
         )
         raise

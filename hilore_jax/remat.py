@@ -43,27 +43,20 @@ def is_disabled() -> bool:
     return bool(_DISABLED.value)
 
 
-def check_policy(policy: Any, caller: str = "hl.remat") -> Policy:
+def check_policy(policy: Any) -> Policy:
     """Returns a usable policy, or says what was given instead.
-
-    Args:
-        policy: what was given.
-        caller: the function that took it, for the message.
 
     Raises:
         TypeError: not a `Policy`.
         RuntimeError: jax's experimental `jax_remat3` engine is on.
     """
     if not isinstance(policy, Policy):
-        if isinstance(policy, str):
-            found = f"the text {policy!r}: write hl.parse_policy({policy!r})"
-        elif callable(policy):
-            name = getattr(policy, "__name__", policy)
-            found = f"{name!r}, a function: write hl.remat(policy)({name})"
+        if callable(policy):
+            found = f"{getattr(policy, '__name__', policy)!r}, a function"
         else:
             found = f"{policy!r}, a {type(policy).__name__}"
         raise TypeError(
-            f"{caller} takes an hl.Policy, found {found}. Accepted: hl.Policy({{}}) to recompute "
+            f"hl.remat takes an hl.Policy, found {found}. Accepted: hl.Policy({{}}) to recompute "
             'everything, hl.Policy({"mlp_gate": hl.Compress("int8"), "attn_out": hl.Store()}) by '
             "name, hl.Policy(default=hl.Store()) for no rematerialization."
         )
@@ -109,8 +102,7 @@ def check_names(policy: Policy, traced: tracing.Traced) -> None:
             raise ValueError(
                 f"{site.name!r} is named inside {kind} ({site.inside}), where {action} cannot be "
                 "kept by a policy that compresses. Name the value outside of it, or put hl.remat "
-                "on the inner function; where that has one (or jax.checkpoint), its own policy "
-                "decides: leave the name out of this one."
+                "on the inner function."
             )
         if not jnp.issubdtype(site.dtype, jnp.floating):
             raise TypeError(
@@ -188,8 +180,7 @@ def remat(
 
     Raises:
         TypeError: not a policy; at the call, an argument that cannot be traced.
-        ValueError: a block that has a policy already; at the call, a name that the block does not
-            have (lists those seen).
+        ValueError: at the call, a name that the block does not have (lists those seen).
 
     Example:
         >>> import jax, jax.numpy as jnp, hilore_jax as hl
@@ -201,20 +192,9 @@ def remat(
         >>> jax.grad(lambda w: block(w, x).sum())(w).shape
         (4, 4)
     """
-    return decorator(policy, static_argnums, static_argnames)
-
-
-def decorator(
-    policy: Policy | Any,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    caller: str = "hl.remat",
-) -> Callable[[Any], Any]:
-    """`remat` on behalf of `caller`, which errors name with its own remedies."""
-    check_policy(policy, caller)
+    check_policy(policy)
 
     def decorate(fn: Any) -> Any:
-        modules.refuse_linen(fn)
         if isinstance(fn, type | nnx.Module):
             return modules.with_call(fn, decorate)
         if not callable(fn):
@@ -222,13 +202,6 @@ def decorator(
         owner = getattr(fn, "__self__", None)
         if isinstance(owner, nnx.Module):
             return modules.bound(decorate(fn.__func__), owner)  # pyright: ignore[reportFunctionMemberAccess]
-        own = modules.own_policy(fn)
-        if own is not None and not (own.keeps_everything or policy.keeps_everything):
-            raise ValueError(
-                f"{caller}: {arguments.name(fn)} is decorated with hl.remat({own}) already; a "
-                "second policy would act on the first one's recomputation, not replace it. "
-                f"Decorate the undecorated block with {policy}, or keep its own policy."
-            )
         static = arguments.static_names(fn, static_argnums, static_argnames)
 
         @functools.wraps(fn)
@@ -236,12 +209,11 @@ def decorator(
             if policy.keeps_everything or is_disabled():
                 return fn(*args, **kwargs)
             check_policy(policy)
-            call, args, kwargs = arguments.bind_static(fn, static, args, kwargs, caller)
-            with arguments.explained(fn, caller):
+            call, args, kwargs = arguments.bind_static(fn, static, args, kwargs)
+            with arguments.explained(fn):
                 lifted = modules.lifted(functools.partial(apply_policy, policy), call)
                 return lifted(*args, **kwargs)
 
-        modules.mark(wrapper, fn, policy)
         return wrapper
 
     return decorate
