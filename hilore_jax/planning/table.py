@@ -50,6 +50,7 @@ def letter(action: Action) -> str:
     """An action in a table's cell.
 
     Example:
+        >>> from hilore_jax.actions import Compress
         >>> letter(Store()), letter(Recompute()), letter(Compress("int8", axis=1, tile=32))
         ('H', 'R', 'i8@1/32')
     """
