@@ -27,7 +27,10 @@ except (ImportError, AttributeError) as error:  # pragma: no cover - a jax we ha
 
 # Primitives whose output jumps when an input changes a little: choosing by a decoded value would
 # route, sort or branch differently from forward.
-_CHOICES = frozenset({"sort", "argmax", "argmin", "top_k", "approx_top_k", "cond", "while"})
+_CHOICES = frozenset(
+    {"sort", "argmax", "argmin", "top_k", "approx_top_k", "cond", "while"}
+    | {"round", "floor", "ceil", "sign", "rem"}
+)
 MATMULS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
 # Calls whose inside is unknown here (Triton, cuDNN, foreign functions): never replayed for free.
 _OPAQUE = frozenset(
@@ -131,15 +134,30 @@ def _is_integer(atom: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def is_choice(eqn: Any) -> bool:
-    """Whether an equation chooses by value at any depth: sorts, branches, or makes integers.
+def _jumps(eqn: Any) -> bool:
+    """Whether an equation itself makes integers of other values, or compares two arrays."""
+    if inner_jaxprs(eqn) or eqn.primitive.name == "optimization_barrier":
+        return False  # passes integers on; what makes them is inside, or before
+    if any(map(_is_integer, eqn.outvars)):
+        return not all(map(_is_integer, eqn.invars))
+    compared = [v for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    return (
+        jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.bool_)
+        and sum(not isinstance(v, jex.Literal) for v in compared) > 1
+    )
 
-    Integers become indices and counts. A branch itself is a choice only by its index, an integer,
-    so that one at the top counts for what its bodies do.
+
+def is_choice(eqn: Any) -> bool:
+    """Whether an equation chooses by value at any depth: sorts, branches, compares, rounds.
+
+    Integers made of floats become indices and counts; a comparison of two arrays (a router's
+    scores with their k-th largest) holds for one side exact and the other decoded by luck alone.
+    One with a constant, as in a ReLU, may read decoded values. A branch itself is a choice only
+    by its index, an integer, so that one at the top counts for what its bodies do.
     """
     return any(
         (e.primitive.name in _CHOICES and not (e is eqn and e.primitive.name == "cond"))
-        or (any(map(_is_integer, e.outvars)) and not all(map(_is_integer, e.invars)))
+        or (bool(e.outvars) and _jumps(e))
         for e in _at_any_depth(eqn)
     )
 

@@ -32,7 +32,14 @@ def _matmul_flops(eqn: Any) -> int:
     if eqn.primitive.name == "conv_general_dilated":
         out_features = eqn.params["dimension_numbers"].rhs_spec[0]
         return 2 * out * math.prod(right) // max(right[out_features], 1)
-    return 2 * out * left[-1]  # ragged: every row meets one group
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    if numbers is not None:
+        (contract, _), _ = numbers.dot_dimension_numbers
+        if set(numbers.lhs_ragged_dimensions) & set(contract):  # groups of rows are summed over
+            return (
+                2 * math.prod(eqn.outvars[0].aval.shape[1:]) * math.prod(left[d] for d in contract)
+            )
+    return 2 * out * left[-1]  # every row meets one group
 
 
 def work(jaxpr: Any) -> Work:

@@ -87,6 +87,46 @@ def test_indices_are_made_from_the_exact_value(take):
         np.testing.assert_allclose(by_w[0], table[jnp.array([100, 1])] * BETWEEN[0], rtol=1e-6)
 
 
+def test_an_array_is_compared_exactly():
+    # The k-th largest is exact; compared with decoded scores it would drop half of its own.
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w = jax.random.normal(keys[0], (64, 32)), jax.random.normal(keys[1], (32, 8)) / 5
+    experts = jax.random.normal(keys[2], (8, 32, 4))
+
+    def route(w, x):
+        p = checkpoint_name(jax.nn.softmax(x @ w), "h")
+        gate = jnp.where(p >= jax.lax.top_k(p, 2)[0][:, -1:], p, 0.0)
+        return jnp.einsum("te,ted->td", gate, jnp.einsum("td,edf->tef", x, experts)) ** 2
+
+    want = jax.grad(lambda w: route(w, x).sum())(w)
+    assert relative(gradient(route, w, x), want) < 0.02
+
+
+def test_rounding_is_of_the_exact_value():
+    def block(w, x):
+        h = named(w, x)
+        return (h + jax.lax.stop_gradient(jnp.round(h) - h)) ** 2
+
+    np.testing.assert_allclose(
+        gradient(block, ONES, BETWEEN), 2 * jnp.round(BETWEEN) * BETWEEN, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("loop", ["counter", "key", "jit"])
+def test_integers_that_only_pass_through_switch_no_compression_off(loop):
+    def block(w, x):
+        h = named(w, x)
+        if loop == "counter":
+            return jax.lax.fori_loop(0, 3, lambda i, v: jnp.sin(v), h)
+        if loop == "key":
+            step = lambda c, _: ((jnp.sin(c[0]), jax.random.split(c[1])[0]), None)  # noqa: E731
+            return jax.lax.scan(step, (h, jax.random.key(0)), None, length=3)[0][0]
+        return jax.jit(lambda h: (jnp.sin(h), 3))(h)[0]
+
+    (row,) = hl.explain(H, block, jnp.ones((4, 256)), jnp.ones((4, 256))).rows
+    assert row.kept_bytes == codecs.nbytes((4, 256), "int8")
+
+
 def test_a_loop_runs_as_often_as_forward():
     def block(w, x):
         h = named(w, x)

@@ -45,6 +45,14 @@ def test_heavy_and_choice():
     assert tracing.is_choice(first(lambda x: jax.lax.top_k(x, 2)))
     assert tracing.is_choice(first(jax.jit(lambda x: jnp.sort(x))))
     assert not tracing.is_choice(first(jnp.sin))
+    assert tracing.is_choice(first(lambda x: x >= x))
+    assert not tracing.is_choice(first(lambda x: x > 0))
+    assert not tracing.is_choice(first(jax.nn.relu))
+    assert tracing.is_choice(first(jnp.round))
+    # A loop that carries its counter makes no integers of its floats.
+    assert not tracing.is_choice(
+        first(lambda x: jax.lax.fori_loop(0, 3, lambda i, v: jnp.sin(v), x))
+    )
 
 
 def test_evaluate_equals_the_function():

@@ -52,3 +52,15 @@ def test_dead_matmuls_are_not_counted():
 
     assert work(tracing.trace(f, w).jaxpr).matmuls == 4
     assert live_work(f, w) == Work(1, 128)
+
+
+def test_ragged_products_forward_and_backward():
+    x, w = jnp.ones((64, 8)), jnp.ones((4, 8, 16))
+    sizes = jnp.array([16, 16, 16, 16])
+
+    def loss(x, w):
+        return jax.lax.ragged_dot(x, w, sizes).sum()
+
+    one = 2 * 64 * 8 * 16
+    assert live_work(loss, x, w).flops == one
+    assert live_work(jax.grad(loss, (0, 1)), x, w).flops == 2 * one  # dx and dw; out is not needed

@@ -93,6 +93,8 @@ def token_logprobs(
     """
     _check(hidden, unembedding, targets, temperature, chunk)
     hidden, unembedding, targets = map(jnp.asarray, (hidden, unembedding, targets))
+    if targets.dtype.itemsize < 4:  # too narrow to count the vocabulary with
+        targets = targets.astype(jnp.int32)
     dtype = at_least_float32(hidden)
     batch, seq, _ = hidden.shape
     if batch == 0 or seq == 0:

@@ -102,14 +102,15 @@ def decode_blocks(
         The residual stream after the last block, and the cache with one more slot written.
     """
     ones = jnp.ones((x.shape[0], 1), bool)
-    valid = jax.lax.dynamic_update_slice(cache.valid, ones, (0, cache.index))
+    zero = jnp.zeros_like(cache.index)  # indices of one dtype, also under jax_enable_x64
+    valid = jax.lax.dynamic_update_slice(cache.valid, ones, (zero, cache.index))
 
     def body(carry, params):
         x, keys, values, layer = carry
         block = nnx.merge(graphdef, params)
         config = block.config
         q, k, v = block.heads(x, cos, sin)
-        at = (layer, 0, cache.index, 0)
+        at = (layer.astype(zero.dtype), zero, cache.index, zero)
         keys = jax.lax.dynamic_update_slice(keys, k[None], at)
         values = jax.lax.dynamic_update_slice(values, v[None], at)
         by_head = (*valid.shape, config.n_kv_heads, config.head_dim)

@@ -10,7 +10,7 @@ import jax
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
 from hilore_jax.planning.executed import executed_matmuls
-from hilore_jax.planning.plan import Plan
+from hilore_jax.planning.plan import Plan, runs
 from hilore_jax.planning.timing import Ratio, interleaved, ratio
 
 
@@ -96,23 +96,25 @@ def check_claims(
 ) -> None:
     """Refuses plans whose programs do not recompute what their entries say.
 
-    Two plans of one update differ in the matmuls they run exactly as in those they recompute.
+    Two plans of one update differ in the matmuls they run exactly as in those they recompute. But
+    for one thing: a first block that is scanned alone is inlined by XLA, which then drops the
+    gradient of its input, as nobody reads it. Such a plan may run fewer than it claims.
 
     Raises:
         ValueError: names the plan, and the matmuls claimed and found.
     """
+    checked = {name: plan for name, plan in plans.items() if isinstance(plan, Plan)}
     claimed = {
         name: microbatches * sum(entry.matmuls for entry in plan.entries)
-        for name, plan in plans.items()
-        if isinstance(plan, Plan)
+        for name, plan in checked.items()
     }
-    if len(claimed) < 2:
-        return
-    first, *others = claimed
-    for name in others:
+    alone = {name: runs(plan.policies)[0][1] == 1 for name, plan in checked.items()}
+    first = next(iter(checked), "")
+    for name in list(checked)[1:]:
         wanted = claimed[first] - claimed[name]
         found = matmuls[first] - matmuls[name]
-        if wanted != found:
+        excused = (alone[name] and found > wanted) or (alone[first] and found < wanted)
+        if wanted != found and not excused:
             raise ValueError(
                 f"plan {name!r} claims to recompute {wanted} matmuls fewer than {first!r}, but its "
                 f"compiled program runs {found} fewer ({matmuls[name]} against {matmuls[first]}). "

@@ -280,3 +280,19 @@ def test_a_sharded_batch_stays_where_it_is():
         assert collective not in text
     expected = reference(hidden, head, targets, np.asarray(ct))[2]
     np.testing.assert_allclose(step(hidden, head, targets), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16"])
+@pytest.mark.parametrize("vocab", [300, 70_000])
+def test_narrow_targets_are_counted_in_wide_integers(dtype, vocab):
+    keys = jax.random.split(jax.random.key(0), 2)
+    hidden, head = jax.random.normal(keys[0], (1, 4, 3)), jax.random.normal(keys[1], (vocab, 3))
+    targets = jnp.array([[1, 2, 3, 100]])
+
+    def value_and_grad(targets):
+        return jax.value_and_grad(lambda h: token_logprobs(h, head, targets).sum())(hidden)
+
+    for got, want in zip(
+        value_and_grad(targets.astype(dtype)), value_and_grad(targets), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)

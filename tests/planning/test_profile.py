@@ -39,6 +39,8 @@ def test_executed_matmuls_are_those_of_forward_backward_and_recomputation():
     assert matmuls(GC) == N * (3 + 6 + 2)
     assert matmuls(KEPT) == N * (3 + 6)
     assert matmuls(GC[:2] + KEPT[2:]) == N * 9 + 4
+    # A first block alone is inlined, and the gradient of its input, two matmuls, is never read.
+    assert matmuls(GC[:1] + KEPT[1:]) == N * 9 + 2 - 2
 
 
 def test_branches_count_at_their_most_and_text_without_an_entry_is_refused():
