@@ -131,7 +131,7 @@ def faults(config: TrainConfig) -> list[str]:
     run_dir = Path(config.run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         found.append(f"run_dir {config.run_dir!r} is a file, expected a folder")
-    elif (run_dir / "metrics.jsonl").exists() and not config.resume:
+    elif _size(run_dir / "metrics.jsonl") and not config.resume:
         found.append(
             f"run_dir {config.run_dir!r} already holds a run; pass --resume to continue it, or "
             "name another folder"
@@ -149,3 +149,8 @@ def check(config: TrainConfig) -> None:
             f"{len(found)} fault{'s' * (len(found) > 1)} in the settings:\n"
             + "\n".join(f"  - {fault}" for fault in found)
         )
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, 0 where there is none: a run that failed before its first update is none."""
+    return path.stat().st_size if path.exists() else 0

@@ -18,14 +18,17 @@ from typing import Any
 import jax
 from flax import nnx
 
+from hilore_jax import tracing
 from hilore_jax.models.config import LoraConfig
 from hilore_jax.models.decoder import Decoder
+from hilore_jax.remat import check_names
 from hilore_jax.training import checkpoint
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.experience import TextTokenizer, collect
 from hilore_jax.training.learner import Learner
 from hilore_jax.training.metrics import MetricsWriter, Progress
+from hilore_jax.training.report import block_and_arguments
 from hilore_jax.training.step import TrainState
 from hilore_jax.training.tasks import Task, parse_args, reasoning_gym_task
 from hilore_jax.training.toy import copy_task, count_task
@@ -117,6 +120,7 @@ def train(
     check(config)
     parts = load_parts(config) if parts is None else parts
     _check_lengths(config, parts.model)
+    _check_policy(config, parts.model)
     run_dir = Path(config.run_dir)
     learner = Learner(config, parts.model) if learner is None else learner
     start = _resume(config, learner) if config.resume else 0
@@ -225,6 +229,15 @@ def _save(config: TrainConfig, learner: Learner, step: int) -> int:
     tree = _checkpointed(learner.state)
     checkpoint.save(folder, step, tree, meta, keep_latest=config.keep_checkpoints)
     return step
+
+
+def _check_policy(config: TrainConfig, model: Decoder) -> None:
+    """Refuses a policy that a block cannot honour, before anything is sampled or written."""
+    policy = config.parsed_policy
+    if not policy.keeps_everything:
+        seq = config.prompt_length + config.completion_length
+        block, arguments = block_and_arguments(model.config, config.micro_rows, seq)
+        check_names(policy, tracing.trace(block, *arguments))
 
 
 def _resume(config: TrainConfig, learner: Learner) -> int:

@@ -57,7 +57,9 @@ def test_all_faults_come_in_one_message_before_anything_is_loaded(config):
 def test_a_run_folder_in_use_is_not_overwritten(config, tmp_path):
     (tmp_path / "run").mkdir()
     assert faults(config) == []
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")  # a run that failed before its first update
+    assert faults(config) == []
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     assert "already holds a run" in faults(config)[0]
     assert faults(changed(config, resume=True)) == []
 

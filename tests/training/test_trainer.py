@@ -250,6 +250,19 @@ def test_a_sequence_beyond_the_model_is_refused(run, config):
         run(dataclasses.replace(config, prompt_length=100))
 
 
+def test_a_misspelt_activation_is_refused_before_anything_is_sampled_or_written(
+    config, parts, monkeypatch
+):
+    def sampled(*_, **__):
+        raise AssertionError("sampled before the policy was checked")
+
+    monkeypatch.setattr("hilore_jax.training.trainer.collect", sampled)
+    wrong = dataclasses.replace(config, policy="mlp_gat=int8")
+    with pytest.raises(ValueError, match=r"\['mlp_gat'\] not found .*'mlp_gate'"):
+        train(wrong, parts())
+    assert not Path(wrong.run_dir).exists()
+
+
 def test_a_failing_reward_names_the_item(run, shared, config):
     def broken(answer, item):
         raise RuntimeError("no verifier")
