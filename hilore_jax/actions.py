@@ -235,7 +235,11 @@ class Policy:
             raise ValueError(f"not a policy: invalid JSON ({error}).") from error
         if not isinstance(body, dict) or body.get("schema") != _SCHEMA:
             found = body.get("schema") if isinstance(body, dict) else type(body).__name__
-            raise ValueError(f"not a policy of schema {_SCHEMA}: found {found!r}.")
+            raise ValueError(
+                f"not a policy of schema {_SCHEMA}: found {found!r}. The least that is one: "
+                '{"schema": 1, "actions": {"attn_out": "store", "mlp_gate": {"action": "compress", '
+                '"codec": "int8"}}}.'
+            )
         fields = {key: value for key, value in body.items() if key != "schema"}
         actions, default = fields.pop("actions", {}), fields.pop("default", "recompute")
         if (
@@ -291,4 +295,5 @@ def _action_from_dict(name: str, body: Any) -> Action:
     try:
         return kinds[kind](**fields)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"policy[{name!r}]: bad fields for {kind!r}: {error}") from error
+        found = f"policy[{name!r}]: bad fields for {kind!r}: {error}; its fields are "
+        raise ValueError(f"{found}{[f.name for f in dataclasses.fields(kinds[kind])]}.") from error

@@ -11,7 +11,8 @@ import numpy as np
 from hilore_jax.modules import is_module
 
 
-def _name(fn: Callable) -> str:
+def function_name(fn: Callable) -> str:
+    """What errors call a function."""
     return getattr(fn, "__qualname__", repr(fn))
 
 
@@ -41,7 +42,7 @@ def static_names(
     unknown += [n for n in numbers if not -len(parameters) <= n < len(parameters)]
     if unknown and not open_ended:
         raise ValueError(
-            f"hl.remat: static arguments {unknown} are not among those of {_name(fn)}: "
+            f"hl.remat: static arguments {unknown} are not among those of {function_name(fn)}: "
             f"{parameters}."
         )
     # With *args a negative position counts from the end of each call, as in jax.jit.
@@ -52,7 +53,11 @@ def static_names(
 
 
 def bind_static(
-    fn: Callable, static: frozenset[str | int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    fn: Callable,
+    static: frozenset[str | int],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    caller: str = "hl.remat",
 ) -> tuple[Callable, tuple[Any, ...], dict[str, Any]]:
     """`fn` with its static arguments fixed, and the arguments that remain.
 
@@ -68,7 +73,7 @@ def bind_static(
     moving_kwargs = {k: v for k, v in kwargs.items() if k not in fixed_kwargs}
     named = [(labels[i], a) for i, a in enumerate(args) if i not in fixed]
     for name, value in (*named, *moving_kwargs.items()):
-        _check_traceable(fn, name, value)
+        _check_traceable(fn, name, value, caller)
 
     def call(*moving: Any, **moving_kwargs: Any) -> Any:
         rest = iter(moving)
@@ -78,25 +83,48 @@ def bind_static(
     return call, moving, moving_kwargs
 
 
-def _check_traceable(fn: Callable, name: str, value: Any) -> None:
+def _remedy(caller: str, name: str) -> str:
+    if caller == "hl.remat":
+        return f"pass static_argnames=({name!r},) to hl.remat"
+    return f"close over it: {caller}(functools.partial(block, {name}=...), ...)"
+
+
+def _check_traceable(fn: Callable, name: str, value: Any, caller: str) -> None:
     for leaf in jax.tree.leaves(value, is_leaf=is_module):
         arrays = jax.Array | np.ndarray | np.generic | int | float | complex
         if is_module(leaf) or isinstance(leaf, arrays) or hasattr(leaf, "dtype"):
             continue
         raise TypeError(
-            f"{_name(fn)}: argument {name!r} holds {leaf!r} ({type(leaf).__name__}), which cannot "
-            f"be traced; pass static_argnames=({name!r},) to hl.remat."
+            f"{function_name(fn)}: argument {name!r} holds {leaf!r} ({type(leaf).__name__}), which "
+            f"cannot be traced; {_remedy(caller, name)}."
         )
 
 
 @contextlib.contextmanager
-def explained(fn: Callable) -> Iterator[None]:
+def explained(fn: Callable, caller: str = "hl.remat") -> Iterator[None]:
     """Adds the remedy to jax's error about a traced argument that steers Python code."""
     try:
-        yield
+        with reverse_only(fn):
+            yield
     except jax.errors.ConcretizationTypeError as error:  # its subclasses: bool, integer, index
-        error.add_note(
-            f"hl.remat traces every argument of {_name(fn)}({', '.join(_parameters(fn))}); name "
-            "those that steer Python code in static_argnames=(...)."
+        remedy = "name those that steer Python code in static_argnames=(...)."
+        if caller != "hl.remat":
+            remedy = "close over those that steer Python code: functools.partial(block, name=...)."
+        listed = ", ".join(_parameters(fn))
+        error.add_note(f"{caller} traces every argument of {function_name(fn)}({listed}); {remedy}")
+        raise
+
+
+@contextlib.contextmanager
+def reverse_only(fn: Callable) -> Iterator[None]:
+    """Adds the remedy to jax's error about forward mode through a block that compresses."""
+    try:
+        yield
+    except TypeError as error:
+        note = (
+            f"{function_name(fn)} compresses, which has a rule for reverse mode only; for jax.jvp "
+            "and jax.jacfwd call it inside `with hl.disabled():`."
         )
+        if "forward-mode" in str(error) and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import importlib
 import importlib.util
 import os
@@ -33,7 +34,7 @@ class ExplainConfig:
     policy: str = "gc"
     """`gc`, `store`, a JSON file, or pairs such as `mlp_gate=int8,attn_out=store`."""
     model: str = "smollm2-135m"
-    """A family by name, such as `qwen2.5-3b`."""
+    """A family by name, such as `qwen2.5-3b`, or a folder with a config.json."""
     rows: int = 1
     """Sequences."""
     seq: int = 512
@@ -58,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 done, 2 wrong input, 130 or 143 stopped by SIGINT or SIGTERM.
     """
+    # jax's CUDA plugin, where it is installed without a GPU, would print a traceback as it loads.
+    # On a machine with one its check of CUDA's libraries stays on.
+    if not glob.glob("/dev/nvidia*"):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(_HELP, end="")
@@ -125,14 +130,26 @@ def _explain(argv: Sequence[str]) -> None:
         print(Plan.load(argv[0]))
         return
     config = _parse(ExplainConfig, "explain", argv)
+    least = {"rows": 1, "seq": 1, "lora_rank": 0}
+    for name, minimum in least.items():
+        if getattr(config, name) < minimum:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} must be >= {minimum}, found {getattr(config, name)}")
     from hilore_jax.explain import explain
+    from hilore_jax.models.bundled import BUNDLED
     from hilore_jax.models.config import LoraConfig
-    from hilore_jax.models.shapes import family
+    from hilore_jax.models.shapes import family, from_folder
     from hilore_jax.spelling import parse_policy
     from hilore_jax.training.report import block_and_arguments
 
     lora = LoraConfig(rank=config.lora_rank) if config.lora_rank else None
-    shape = family(config.model, dtype=config.dtype, param_dtype=config.dtype, lora=lora)
+    fields = {"dtype": config.dtype, "param_dtype": config.dtype, "lora": lora}
+    if os.path.isdir(config.model):
+        shape = from_folder(config.model, **fields)
+    else:
+        bundled = config.model in BUNDLED  # named after its release; its shape after the family
+        name = config.model.removesuffix("-instruct") if bundled else config.model
+        shape = family(name, **fields)
     block, arguments = block_and_arguments(shape, config.rows, config.seq)
     print(explain(parse_policy(config.policy), block, *arguments, argnums=(0, 1)))
 
@@ -148,15 +165,28 @@ def _doctor(argv: Sequence[str]) -> None:
     for device in jax.devices():
         print(f"{'':<18}{device} {sorted(m.kind for m in device.addressable_memories())}")
     for extra, modules in _EXTRAS.items():
-        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+        missing = [name for name in modules if not _is_installed(name)]
         state = f'missing {missing}: pip install "hilore_jax[{extra}]"' if missing else "installed"
         print(f"[{extra}]".ljust(18) + state)
 
 
-_EXTRAS = {
-    "tasks": ("reasoning_gym",),
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package of a dotted name
+        return False
+
+
+# Of each extra in pyproject.toml, the modules that it brings.
+_EXTRAS: dict[str, tuple[str, ...]] = {
+    "cpu": (),
+    "gpu": ("jax_cuda13_plugin", "nvidia.cublas"),
+    "plan-gpu": ("jax_cuda13_plugin", "nvidia.cudnn"),
+    "plan-tpu": ("libtpu",),
+    "tasks": ("reasoning_gym", "jinja2"),
     "gguf": ("gguf",),
+    "triton": ("jax_triton",),
     "plots": ("matplotlib",),
-    "reference": ("torch", "transformers"),
-    "triton": ("triton",),
+    "reference": ("torch", "transformers", "accelerate"),
+    "test": ("pytest", "pytest_timeout", "hypothesis", "beartype", "ruff", "pyright", "pre_commit"),
 }

@@ -66,7 +66,7 @@ class Explanation:
         )
 
     def __str__(self) -> str:
-        head = ("name", "shape", "dtype", "action", "kept", "exact", "matmuls", "GFLOP", "")
+        head = ("name", "shape", "dtype", "action", "kept", "exact", "matmuls", "GFLOP", "decoded")
         body = [
             (
                 row.name + (f" x{row.sites}" if row.sites > 1 else ""),
@@ -93,9 +93,11 @@ class Explanation:
         kept = ", ".join(f"{k} {format_bytes(v)}" for k, v in self.saved_bytes_by_action.items())
         lines += [
             f"kept: {kept}; block inputs {format_bytes(self.input_bytes)}",
-            f"backward recomputes {self.recomputed.matmuls} matmuls, "
-            f"{self.recomputed.flops / 1e9:.3f} GFLOP (a name's columns: what storing it alone "
-            "would spare)",
+            f"backward recomputes {self.recomputed.matmuls} matmul"
+            f"{'s' * (self.recomputed.matmuls != 1)}, {self.recomputed.flops / 1e9:.3f} GFLOP; a "
+            "row's matmuls and GFLOP are what storing that name alone would spare, so rows need "
+            "not add up",
+            *['"tainted": recomputed from a decoded value'] * any(r.tainted for r in self.rows),
             *(f"note: {note}" for note in self.notes),
         ]
         return "\n".join(lines)
@@ -127,9 +129,12 @@ def explain(
     FLOPs are those of matmuls (a multiply-add is two),
     counted in the traced gradient after dead code is removed; they are counted, not measured.
 
+    A block, or a module among the arguments, that `hl.remat` decorated is explained as if it were
+    not: under `policy` in place of its own. A function decorated further inside keeps its policy.
+
     Args:
         policy: the policy to explain.
-        block_fn: the undecorated block; its arguments may be NNX modules.
+        block_fn: the block; its arguments may be NNX modules.
         *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
         argnums: positions of the arguments that are differentiated, as in `jax.grad`; None is
             all. A rotary embedding's angles, say, are not: their derivative would need the
@@ -152,7 +157,9 @@ def explain(
         >>> e.rows[0].kept_bytes, e.rows[0].exact_bytes, e.recomputed.matmuls
         (520, 2048, 0)
     """
-    check_policy(policy)
+    check_policy(policy, "hl.explain")
+    block_fn = modules.undecorated(block_fn)
+    args = jax.tree.map(modules.undecorated, args, is_leaf=modules.is_leaf)
     if not any(modules.is_module(x) for x in jax.tree.leaves(args, is_leaf=modules.is_leaf)):
         moving = range(len(args)) if argnums is None else [n % len(args) for n in argnums]
         marks = [i in moving for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
@@ -211,7 +218,8 @@ def _explain(policy: Policy, fn: Callable, args: tuple[Any, ...], marks: list[bo
     for name in names:
         mine = [site for site in sites if site.name == name]
         spared = Work(0, 0)
-        if isinstance(policy[name], Recompute):
+        # A name of an inner custom rule is that rule's own: storing it outside spares nothing.
+        if isinstance(policy[name], Recompute) and not all(map(_is_ruled, mine)):
             stored = Policy(
                 {**dict(policy.actions), name: Store()}, tainted_matmuls=policy.tainted_matmuls
             )
@@ -235,7 +243,18 @@ def _explain(policy: Policy, fn: Callable, args: tuple[Any, ...], marks: list[bo
     if policy.names(Compress) and not policy.tainted_matmuls:
         loose = Policy(dict(policy.actions), tainted_matmuls=True)
         extra = total - _gradient_work(loose, fn, leaves, tree, marks)
-    return Explanation(tuple(rows), total - plain, inputs, _notes(policy, rows, extra))
+    notes = [
+        f"{name!r} is named inside an inner function with a derivative rule of its own, such as "
+        "another hl.remat, which decides what is kept of it."
+        for name in names
+        if all(_is_ruled(site) for site in sites if site.name == name)
+    ]
+    notes += _notes(policy, rows, extra)
+    return Explanation(tuple(rows), total - plain, inputs, tuple(notes))
+
+
+def _is_ruled(site: tracing.Site) -> bool:
+    return site.inside.startswith("custom_vjp")
 
 
 def _kept_by_name(

@@ -1,6 +1,8 @@
 """Flax NNX modules as pure functions of their state, for `remat`."""
 
 import functools
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +69,52 @@ def lifted(apply: Callable, fn: Callable) -> Callable:
     return call
 
 
+def mark(wrapper: Any, fn: Callable, policy: Any) -> None:
+    """Records on a decorated block what it decorates, for `undecorated` and `own_policy`."""
+    wrapper.hilore_remat = (wrapper, fn, policy)
+
+
+def _marked(fn: Any) -> tuple[Callable, Any] | None:
+    # The wrapper itself is part of the mark: functools.wraps copies marks onto other wrappers.
+    found = getattr(fn, "hilore_remat", None)
+    return found[1:] if found is not None and found[0] is fn else None
+
+
+def own_policy(fn: Any) -> Any | None:
+    """The policy of a block that `hl.remat` decorated; None for any other."""
+    found = _marked(fn)
+    return None if found is None else found[1]
+
+
+def undecorated(block: Any) -> Any:
+    """The block as it was before `hl.remat`, or `block` itself: a function, method or module."""
+    if isinstance(block, functools.partial):
+        return functools.partial(undecorated(block.func), *block.args, **block.keywords)
+    if isinstance(block, nnx.Module):
+        found = _marked(type(block).__call__)
+        return block if found is None else with_call(block, lambda _: found[0])
+    if isinstance(block, types.MethodType):
+        found = _marked(block.__func__)
+        return block if found is None else types.MethodType(found[0], block.__self__)
+    found = _marked(block)
+    return block if found is None else found[0]
+
+
+def refuse_linen(block: Any) -> None:
+    """Refuses a Flax linen module, whose call needs the variables that `apply` takes.
+
+    Raises:
+        TypeError: names `module.apply` as what to decorate.
+    """
+    linen = getattr(sys.modules.get("flax.linen"), "Module", None)  # loaded if there is one
+    kind = block if isinstance(block, type) else type(block)
+    if linen is not None and issubclass(kind, linen):
+        raise TypeError(
+            f"hl.remat(policy) takes no Flax linen module, found {kind.__name__}: decorate its "
+            "pure function, hl.remat(policy)(module.apply)(variables, x)."
+        )
+
+
 def _values(state: Any) -> dict:
     return {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
 
@@ -108,4 +156,7 @@ def bound(decorated: Callable, owner: Any) -> Callable:
             )
         return decorated(owner, *args, **kwargs)
 
+    found = _marked(decorated)
+    if found is not None:
+        mark(method, types.MethodType(found[0], owner), found[1])
     return method

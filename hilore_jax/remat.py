@@ -43,20 +43,27 @@ def is_disabled() -> bool:
     return bool(_DISABLED.value)
 
 
-def check_policy(policy: Any) -> Policy:
+def check_policy(policy: Any, caller: str = "hl.remat") -> Policy:
     """Returns a usable policy, or says what was given instead.
+
+    Args:
+        policy: what was given.
+        caller: the function that took it, for the message.
 
     Raises:
         TypeError: not a `Policy`.
         RuntimeError: jax's experimental `jax_remat3` engine is on.
     """
     if not isinstance(policy, Policy):
-        if callable(policy):
-            found = f"{getattr(policy, '__name__', policy)!r}, a function"
+        if isinstance(policy, str):
+            found = f"the text {policy!r}: write hl.parse_policy({policy!r})"
+        elif callable(policy):
+            name = getattr(policy, "__name__", policy)
+            found = f"{name!r}, a function: write hl.remat(policy)({name})"
         else:
             found = f"{policy!r}, a {type(policy).__name__}"
         raise TypeError(
-            f"hl.remat takes an hl.Policy, found {found}. Accepted: hl.Policy({{}}) to recompute "
+            f"{caller} takes an hl.Policy, found {found}. Accepted: hl.Policy({{}}) to recompute "
             'everything, hl.Policy({"mlp_gate": hl.Compress("int8"), "attn_out": hl.Store()}) by '
             "name, hl.Policy(default=hl.Store()) for no rematerialization."
         )
@@ -102,7 +109,8 @@ def check_names(policy: Policy, traced: tracing.Traced) -> None:
             raise ValueError(
                 f"{site.name!r} is named inside {kind} ({site.inside}), where {action} cannot be "
                 "kept by a policy that compresses. Name the value outside of it, or put hl.remat "
-                "on the inner function."
+                "on the inner function; where that has one (or jax.checkpoint), its own policy "
+                "decides: leave the name out of this one."
             )
         if not jnp.issubdtype(site.dtype, jnp.floating):
             raise TypeError(
@@ -180,7 +188,8 @@ def remat(
 
     Raises:
         TypeError: not a policy; at the call, an argument that cannot be traced.
-        ValueError: at the call, a name that the block does not have (lists those seen).
+        ValueError: a block that has a policy already; at the call, a name that the block does not
+            have (lists those seen).
 
     Example:
         >>> import jax, jax.numpy as jnp, hilore_jax as hl
@@ -192,9 +201,20 @@ def remat(
         >>> jax.grad(lambda w: block(w, x).sum())(w).shape
         (4, 4)
     """
-    check_policy(policy)
+    return decorator(policy, static_argnums, static_argnames)
+
+
+def decorator(
+    policy: Policy | Any,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    caller: str = "hl.remat",
+) -> Callable[[Any], Any]:
+    """`remat` on behalf of `caller`, which errors name with its own remedies."""
+    check_policy(policy, caller)
 
     def decorate(fn: Any) -> Any:
+        modules.refuse_linen(fn)
         if isinstance(fn, type | nnx.Module):
             return modules.with_call(fn, decorate)
         if not callable(fn):
@@ -202,6 +222,13 @@ def remat(
         owner = getattr(fn, "__self__", None)
         if isinstance(owner, nnx.Module):
             return modules.bound(decorate(fn.__func__), owner)  # pyright: ignore[reportFunctionMemberAccess]
+        own = modules.own_policy(fn)
+        if own is not None and not (own.keeps_everything or policy.keeps_everything):
+            raise ValueError(
+                f"{caller}: {arguments.function_name(fn)} is decorated with hl.remat({own}) "
+                "already; a second policy would act on its recomputation, not replace it. "
+                f"Decorate the undecorated block with {policy}, or keep its own policy."
+            )
         static = arguments.static_names(fn, static_argnums, static_argnames)
 
         @functools.wraps(fn)
@@ -209,11 +236,12 @@ def remat(
             if policy.keeps_everything or is_disabled():
                 return fn(*args, **kwargs)
             check_policy(policy)
-            call, args, kwargs = arguments.bind_static(fn, static, args, kwargs)
-            with arguments.explained(fn):
+            call, args, kwargs = arguments.bind_static(fn, static, args, kwargs, caller)
+            with arguments.explained(fn, caller):
                 lifted = modules.lifted(functools.partial(apply_policy, policy), call)
                 return lifted(*args, **kwargs)
 
+        modules.mark(wrapper, fn, policy)
         return wrapper
 
     return decorate

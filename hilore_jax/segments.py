@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from hilore_jax import arguments
 from hilore_jax.actions import Policy
-from hilore_jax.remat import check_policy, is_disabled, remat
+from hilore_jax.remat import check_policy, decorator, is_disabled
 
 
 class Segment(NamedTuple):
@@ -34,7 +35,7 @@ def segments(policies: Sequence[Policy] | Any) -> tuple[Segment, ...]:
         )
     runs: list[Segment] = []
     for i, policy in enumerate(policies):
-        check_policy(policy)
+        check_policy(policy, "scan_blocks")
         if runs and runs[-1].policy == policy:
             runs[-1] = runs[-1]._replace(stop=i + 1)
         else:
@@ -86,6 +87,22 @@ def _pieces(stacks: tuple[Any, ...], runs: tuple[Segment, ...]) -> list[tuple[Po
     return pieces
 
 
+def _check_not_a_list_of_blocks(stacked_params: Any, blocks: int) -> None:
+    """Refuses one tree a block, `[params_0, params_1, ...]`, with how to stack them."""
+    if not isinstance(stacked_params, list | tuple) or len(stacked_params) != blocks or blocks < 2:
+        return
+    kinds = {
+        (jax.tree.structure(tree), tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(tree)))
+        for tree in stacked_params
+    }
+    if len(kinds) == 1:
+        raise ValueError(
+            f"scan_blocks: stacked_params is a {type(stacked_params).__name__} of {blocks} equal "
+            "trees, one a block; stack them into one tree with a leading axis of blocks: "
+            "jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)."
+        )
+
+
 def scan_blocks(
     block_fn: Callable[..., Any],
     stacked_params: Any,
@@ -102,7 +119,8 @@ def scan_blocks(
             it; stacks held in the segments of the policies are not copied.
         x: the first block's input, any pytree; every block returns the same shapes and dtypes.
         policies: one for each block.
-        *shared: arguments that every block reads.
+        *shared: arguments that every block reads: arrays and trees of them. Close over anything
+            else, `functools.partial(block_fn, causal=True)`.
 
     Returns:
         The last block's output, or `(output, aux)` with aux stacked over blocks.
@@ -119,11 +137,17 @@ def scan_blocks(
         [[1.0, 1.0]]
     """
     stacks = stacked_params if type(stacked_params) is tuple else (stacked_params,)
-    pieces = _pieces(stacks, segments(policies))
+    runs = segments(policies)
+    try:
+        pieces = _pieces(stacks, runs)
+    except ValueError:
+        _check_not_a_list_of_blocks(stacked_params, len(policies))
+        raise
     aux_parts: list[Any] = []
     has_aux = False
     for policy, stack in pieces:
-        block = block_fn if is_disabled() else remat(policy)(block_fn)
+        decorate = decorator(policy, caller="hl.scan_blocks")
+        block = block_fn if is_disabled() else decorate(block_fn)
 
         def body(carry: Any, params: Any, block: Callable = block) -> tuple[Any, Any]:
             nonlocal has_aux
@@ -131,7 +155,8 @@ def scan_blocks(
             out, aux, has_aux = _split_aux(out, carry)
             return out, aux
 
-        x, aux = jax.lax.scan(body, x, stack)
+        with arguments.reverse_only(block_fn):
+            x, aux = jax.lax.scan(body, x, stack)
         aux_parts.append(aux)
     if not has_aux:
         return x

@@ -1,5 +1,6 @@
 """Short spellings of actions and policies, for command lines and configs."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,18 @@ def parse_action(text: str) -> Action:
     return Compress(head, **fields)
 
 
-def parse_policy(text: str) -> Policy:
+def parse_policy(text: str | os.PathLike[str] | Any) -> Policy:
     """A policy from a command line: `gc`, `store`, a JSON file, or `name=action` pairs.
 
     It reads what `str(policy)` writes. The words `gc` and `store` set what happens to the names
     that are not listed (`gc` unless said), and `tainted_matmuls` sets that flag.
 
     Args:
-        text: e.g. `"mlp_gate=int8,mlp_up=fp8_e4m3:axis=1:tile=32,attn_out=store"`.
+        text: e.g. `"mlp_gate=int8,mlp_up=fp8_e4m3:axis=1:tile=32,attn_out=store"`; a
+            `pathlib.Path` is a JSON file.
 
     Raises:
+        TypeError: neither text nor a path.
         ValueError: not one of these; names the part at fault.
 
     Example:
@@ -61,14 +64,21 @@ def parse_policy(text: str) -> Policy:
         >>> str(parse_policy("mlp_gate=int8,attn_out=store"))
         'attn_out=store,mlp_gate=int8:axis=-1:tile=128'
     """
+    if isinstance(text, os.PathLike):
+        return _read(Path(text))
+    if not isinstance(text, str):
+        raise TypeError(
+            f"parse_policy takes text or a path, found {text!r}, a {type(text).__name__}; expected "
+            "'gc', 'store', a .json file, or pairs such as 'mlp_gate=int8,attn_out=store'."
+        )
     text = text.strip()
     if text.endswith(".json"):
         return _read(Path(text))
     words, actions = set(), {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, is_pair, action = (piece.strip() for piece in part.partition("="))
-        if not is_pair and name in _WORDS:
-            words.add(name)
+        if not is_pair and name.lower() in _WORDS:
+            words.add(name.lower())
         elif not is_pair or not name:
             raise ValueError(
                 f"policy {text!r}: {part!r} is not name=action; expected 'gc', 'store', a .json "

@@ -1,13 +1,18 @@
 """The command line: help, dispatch, and errors without tracebacks."""
 
+import json
+import os
 import signal
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hilore_jax import cli
+from hilore_jax.models.shapes import family, to_hf
 
 
 def run(capsys, *argv):
@@ -92,7 +97,11 @@ def test_a_run_stopped_at_once(capsys, tmp_path, monkeypatch):
 def test_doctor_names_versions_devices_and_extras(capsys):
     code, out, _ = run(capsys, "doctor")
     assert code == 0
-    assert all(text in out for text in ("jax", "python", "device", "[tasks]"))
+    assert all(text in out for text in ("jax", "python", "device"))
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    for extra in project["optional-dependencies"]:
+        assert f"[{extra}]" in out
+    assert "[cpu]             installed" in out
 
 
 def test_explain_prints_a_block_of_a_model_without_weights(capsys):
@@ -107,3 +116,44 @@ def test_an_unknown_activation_name_lists_those_seen(capsys):
     code, _, err = run(capsys, "explain", "--policy", "mlp_gat=int8", "--seq", "16")
     assert code == 2
     assert "mlp_gat" in err and "mlp_gate" in err
+
+
+@pytest.mark.parametrize("option", ["rows", "seq"])
+def test_explain_needs_tokens(capsys, option):
+    code, _, err = run(capsys, "explain", f"--{option}", "0")
+    assert (code, f"--{option} must be >= 1, found 0" in err) == (2, True)
+
+
+def test_explain_takes_the_bundled_name_and_a_folder(capsys, tmp_path):
+    shape = family("smollm2-135m")
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(shape)))
+    tables = [
+        run(capsys, "explain", "--model", model, "--seq", "8")
+        for model in ("smollm2-135m", "smollm2-135m-instruct", str(tmp_path))
+    ]
+    assert tables[0][0] == 0 and tables[0] == tables[1] == tables[2]
+
+
+def test_a_model_without_weights_and_a_wrong_task_argument_say_what_to_do(capsys, tmp_path):
+    train = ["train", "--run-dir", str(tmp_path / "run"), "--task", "count"]
+    code, _, err = run(capsys, *train, "--model", "qwen2.5-0.5b")
+    assert code == 2 and "hf download" in err and "--model FOLDER" in err
+    code, _, err = run(capsys, *train, "--task-args", "limits=3")
+    assert code == 2 and "no arguments ['limits']; it has ['limit']" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("set_before", [None, "0"])
+def test_a_cuda_plugin_without_a_gpu_is_quiet(set_before):
+    """The variable is there before anything starts jax's backends, unless the user set it."""
+    program = (
+        "import glob, os; glob.glob = lambda pattern: []; from hilore_jax.cli import main; "
+        "main(['--help']); print('found', os.environ['JAX_SKIP_CUDA_CONSTRAINTS_CHECK'])"
+    )
+    clean = {k: v for k, v in os.environ.items() if k != "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"}
+    if set_before:
+        clean["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = set_before
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=clean
+    )
+    assert f"found {set_before or 1}" in found.stdout

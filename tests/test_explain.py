@@ -1,5 +1,7 @@
 """`hl.explain`: a table that agrees with what autodiff keeps and what the gradient computes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -117,9 +119,10 @@ def test_table_and_abstract_arguments():
     text = str(hl.explain(policy, mlp, *shapes))
     assert text == str(hl.explain(policy, mlp, P, X))
     lines = text.splitlines()
-    assert lines[0].split() == "name shape dtype action kept exact matmuls GFLOP".split()
+    assert lines[0].split() == "name shape dtype action kept exact matmuls GFLOP decoded".split()
     assert lines[2].split()[:5] == ["gate", "3x5x12", "float32", "int8:axis=1:tile=32", "252"]
-    assert "backward recomputes 1 matmuls" in text
+    assert "backward recomputes 1 matmul, 0.000 GFLOP; a row's" in text and "not add up" in text
+    assert "recomputes 2 matmuls," in str(hl.explain(hl.Policy({}), mlp, *shapes))
 
 
 @pytest.mark.newest
@@ -153,7 +156,7 @@ def test_wrong_policies_are_refused():
         hl.explain(
             hl.Policy({}), lambda m, x: m(x), nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X, argnums=(0,)
         )
-    with pytest.raises(TypeError, match=r"takes an hl\.Policy"):
+    with pytest.raises(TypeError, match=r"hl\.explain takes an hl\.Policy.*parse_policy\('gc'\)"):
         hl.explain("gc", mlp, P, X)
 
 
@@ -165,3 +168,56 @@ def test_format_bytes():
         "3.00 MiB",
         "5120.00 GiB",
     ]
+
+
+def tanh_block(w, x):
+    return jnp.sin(checkpoint_name(x @ w, "h"))
+
+
+class Module(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.sin(checkpoint_name(self.linear(x), "h"))
+
+    def run(self, x):
+        return self(x)
+
+
+class InBody(Module):
+    __call__ = hl.remat(hl.Policy({"h": hl.Compress()}))(Module.__call__)
+
+
+W8, X8 = jnp.ones((8, 8)), jnp.ones((2, 8))
+INT8 = hl.Policy({"h": hl.Compress()})
+
+
+@pytest.mark.parametrize("own", [INT8, hl.Policy({}), hl.Policy({"h": hl.Store()})], ids=str)
+@pytest.mark.parametrize("policy", [INT8, hl.Policy({})], ids=str)
+def test_a_decorated_block_is_explained_as_if_it_were_not(policy, own):
+    explain = lambda *args: str(hl.explain(policy, *args))  # noqa: E731
+    plain, decorated = Module(nnx.Rngs(0)), hl.remat(own)(Module)(nnx.Rngs(0))
+    assert explain(hl.remat(own)(tanh_block), W8, X8) == explain(tanh_block, W8, X8)
+    partial = functools.partial(hl.remat(own)(tanh_block), W8)
+    assert explain(partial, X8) == explain(lambda x: tanh_block(W8, x), X8)
+    assert explain(decorated, X8) == explain(plain, X8)
+    assert explain(hl.remat(own)(plain), X8) == explain(plain, X8)
+    assert explain(hl.remat(own)(plain.run), X8) == explain(plain, X8)
+    call = lambda m, x: m(x)  # noqa: E731
+    assert explain(call, decorated, X8) == explain(call, plain, X8)
+    assert explain(call, InBody(nnx.Rngs(0)), X8) == explain(call, plain, X8)
+    assert explain(InBody(nnx.Rngs(0)).__call__, X8) == explain(plain, X8)
+    # Explaining changed neither module.
+    assert type(decorated).__call__ is not Module.__call__
+    kept = tracing.saved_residuals(lambda x: decorated(x), X8)
+    assert any("int8" in r.dtype for r in kept) == (own == INT8)
+
+
+def test_a_name_of_an_inner_decorated_function_is_left_to_it():
+    inner = hl.remat(INT8)(lambda x: jnp.sin(checkpoint_name(x @ W8, "h")))
+    explanation = hl.explain(hl.Policy({}), lambda x: inner(x) + x, X8)
+    assert explanation.rows[0].recomputed == Work(0, 0)
+    assert any("'h' is named inside an inner function" in note for note in explanation.notes)
+    with pytest.raises(ValueError, match="leave the name out of this one"):
+        hl.explain(INT8, lambda x: inner(x) + x, X8)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -570,3 +571,46 @@ def test_compiled_memory_follows_the_policy():
     assert gc < exact < none
     spared = 4 * hl.explain(compress, mlp, p[0], x).compression_savings
     assert temp(hl.remat(compress)(mlp)) <= exact - 0.9 * spared
+
+
+@pytest.mark.parametrize("inner", [{}, {"gate": hl.Compress()}], ids=["gc", "int8"])
+def test_a_second_decoration_is_refused(inner):
+    once = hl.remat(hl.Policy(inner))(mlp)
+    with pytest.raises(ValueError, match=r"mlp is decorated with hl\.remat\(.*\) already"):
+        hl.remat(GC)(once)
+    with pytest.raises(ValueError, match=r"hl\.scan_blocks: .*mlp is decorated"):
+        hl.scan_blocks(once, jax.tree.map(lambda a: a[None], params()), inputs(), [GC])
+    # A policy that keeps everything leaves the block as it is; a wrapper is another function.
+    keep = hl.Policy(default=hl.Store())
+    hl.remat(keep)(once)
+    hl.remat(GC)(hl.remat(keep)(mlp))
+    hl.remat(GC)(functools.wraps(once)(lambda p, x: once(p, x) + x))
+
+
+def test_forward_mode_names_its_remedy():
+    compressed = hl.remat(hl.Policy({"gate": hl.Compress()}))(mlp)
+    x, p = inputs(), params()
+    with pytest.raises(TypeError, match="forward-mode") as error:
+        jax.jvp(lambda x: compressed(p, x), (x,), (x,))
+    assert sum("hl.disabled()" in note for note in error.value.__notes__) == 1
+    stack = jax.tree.map(lambda a: a[None], p)
+    policies = [hl.Policy({"gate": hl.Compress()})]
+    with pytest.raises(TypeError, match="forward-mode") as error:
+        jax.jvp(lambda x: hl.scan_blocks(mlp, stack, x, policies), (x,), (x,))
+    assert sum("hl.disabled()" in note for note in error.value.__notes__) == 1
+    with hl.disabled():
+        jax.jvp(lambda x: compressed(p, x), (x,), (x,))
+
+
+def test_a_block_in_place_of_a_policy_and_linen_modules_say_what_to_write():
+    with pytest.raises(TypeError, match=r"write hl\.remat\(policy\)\(mlp\)"):
+        hl.remat(mlp)
+    with pytest.raises(TypeError, match=r"write hl\.parse_policy\('gc'\)"):
+        hl.remat("gc")
+    for block in (linen.Dense, linen.Dense(3)):
+        with pytest.raises(TypeError, match=r"Dense: decorate.*module\.apply"):
+            hl.remat(GC)(block)
+    module, x = linen.Dense(3), jnp.ones((2, 4))
+    variables = module.init(jax.random.key(0), x)
+    gradient = jax.grad(lambda v: hl.remat(GC)(module.apply)(v, x).sum())(variables)
+    assert gradient["params"]["kernel"].shape == (4, 3)

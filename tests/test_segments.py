@@ -1,5 +1,6 @@
 """`hl.scan_blocks`: equal to a Python loop, in as few scans as policies allow."""
 
+import functools
 import itertools
 import operator
 
@@ -170,7 +171,10 @@ def test_scanned_memory_of_compression():
         (GC, "a Policy: expected a sequence"),
         ([GC] * 4, "4 policies for 5 blocks"),
         ([], "0 policies for 5 blocks"),
-        (["gc"] * 5, r"takes an hl\.Policy, found 'gc'"),
+        (
+            ["gc"] * 5,
+            r"scan_blocks takes an hl\.Policy, found the text 'gc': write hl\.parse_policy",
+        ),
         ([hl.Policy({"gaet": hl.Store()})] * 5, r"\['gaet'\] not found"),
     ],
 )
@@ -199,3 +203,30 @@ def test_bad_stacks_and_blocks():
 def test_segments_are_maximal_runs():
     runs = segments([GC, hl.Policy({}), STORE, GC])
     assert [(r.start, r.stop) for r in runs] == [(0, 2), (2, 3), (3, 4)]
+
+
+def test_blocks_that_are_not_stacked_say_how_to_stack():
+    blocks = [params() for _ in range(5)]
+    for given in (blocks, tuple(blocks)):
+        with pytest.raises(ValueError, match=r"jax\.tree\.map\(lambda \*leaves: jnp\.stack"):
+            hl.scan_blocks(mlp, given, inputs(), [GC] * 5)
+    # A list of stacked arrays is a tree like any other.
+    w = jnp.ones((2, 4, 4))
+    out = hl.scan_blocks(lambda p, x: x @ p[0] @ p[1], [w, w], jnp.ones((1, 4)), [GC] * 2)
+    assert out.shape == (1, 4)
+
+
+def test_a_shared_argument_that_cannot_be_traced_is_closed_over():
+    def block(p, x, mode):
+        return mlp(p, x) if mode == "a" else x
+
+    message = r"'mode' holds 'a'.*functools\.partial\(block, mode="
+    with pytest.raises(TypeError, match=message) as error:
+        hl.scan_blocks(block, STACK, inputs(), [GC] * 5, "a")
+    assert "static_argnames" not in str(error.value)
+    closed = functools.partial(block, mode="a")
+    assert hl.scan_blocks(closed, STACK, inputs(), [GC] * 5).shape == inputs().shape
+    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
+        hl.scan_blocks(lambda p, x, on: x if on else -x, STACK, inputs(), [GC] * 5, True)
+    notes = "".join(error.value.__notes__)
+    assert "functools.partial" in notes and "static_argnames" not in notes

@@ -125,3 +125,20 @@ def test_a_policy_file(tmp_path):
         parse_policy(str(path))
     with pytest.raises(ValueError, match=r"absent\.json' does not exist"):
         parse_policy(str(tmp_path / "absent.json"))
+
+
+def test_paths_case_and_other_types(tmp_path):
+    policy = hl.Policy({"h": hl.Compress("int4")})
+    file = tmp_path / "policy.txt"
+    file.write_text(policy.to_json())
+    assert parse_policy(file) == policy
+    assert parse_policy("GC") == hl.Policy({})
+    assert parse_policy("Store") == hl.Policy(default=hl.Store())
+    assert list(parse_policy("GC=store")) == ["GC"]  # a name keeps its case
+    with pytest.raises(TypeError, match=r"found 3, a int; expected 'gc'"):
+        parse_policy(3)
+    file.write_text('{"schema": 2}')
+    with pytest.raises(ValueError, match=r"found 2\. The least that is one: ") as error:
+        parse_policy(file)
+    least = str(error.value).partition("The least that is one: ")[2].rstrip(".")
+    assert len(hl.Policy.from_json(least)) == 2

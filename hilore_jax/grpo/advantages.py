@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -13,7 +16,7 @@ STD_EPSILON = 1e-6
 
 
 def group_advantages(
-    rewards: Shaped[Array | np.ndarray, "..."],
+    rewards: Shaped[Array | np.ndarray, "..."] | Sequence[Any],
 ) -> Float[Array, "prompts group"]:
     """Advantages of the responses of each prompt, in units of the group's reward spread.
 
@@ -23,8 +26,8 @@ def group_advantages(
     a scale common to the group costs no accuracy.
 
     Args:
-        rewards: `[prompts, group]`, any real dtype, reward units. A NumPy float64 array is
-            shifted in float64 before it becomes float32.
+        rewards: `[prompts, group]`, any real dtype, reward units; an array or nested lists of
+            numbers. NumPy float64 and lists are shifted in float64 before they become float32.
 
     Returns:
         `[prompts, group]` float32 (float64 if the rewards are), dimensionless. Under `jit` a
@@ -38,6 +41,7 @@ def group_advantages(
         [[ 0.999998 -0.999998 -0.999998  0.999998]
          [ 0.        0.        0.        0.      ]]
     """
+    rewards = _as_array(rewards)
     if np.ndim(rewards) != 2:
         raise ValueError(
             f"rewards has shape {np.shape(rewards)}; expected [prompts, group]. For one reward a "
@@ -55,7 +59,7 @@ def group_advantages(
     xp = np if host else jnp
     # float16 and bfloat16 rewards, counts and booleans are widened before the subtraction.
     wide = np.float64 if host else at_least_float32(rewards)
-    rewards = rewards.astype(wide)
+    rewards = xp.asarray(rewards, wide)
     low = xp.min(rewards, axis=1, keepdims=True)
     spread = xp.max(rewards, axis=1, keepdims=True) - low
     equal = spread == 0  # inf - inf is NaN, so a group of equal infinities stays visible
@@ -69,12 +73,12 @@ def group_advantages(
 
 
 def group_rewards(
-    rewards: Shaped[Array | np.ndarray, "..."], group: int
+    rewards: Shaped[Array | np.ndarray, "..."] | Sequence[Any], group: int
 ) -> Shaped[Array | np.ndarray, "prompts group"]:
     """One reward a completion, in prompt order, as `[prompts, group]`.
 
     Args:
-        rewards: `[prompts * group]`; the completions of a prompt are neighbours.
+        rewards: `[prompts * group]`, array or list; the completions of a prompt are neighbours.
         group: Responses a prompt.
 
     Returns:
@@ -88,9 +92,10 @@ def group_rewards(
         [[1. 0.]
          [0. 1.]]
     """
-    if np.ndim(rewards) != 1:
-        raise ValueError(f"rewards has shape {np.shape(rewards)}; expected [prompts * group].")
-    count = np.shape(rewards)[0]
+    found = _as_array(rewards)
+    if np.ndim(found) != 1:
+        raise ValueError(f"rewards has shape {np.shape(found)}; expected [prompts * group].")
+    count = np.shape(found)[0]
     if group < 2:
         raise ValueError(
             f"GRPO needs a group of at least 2 responses a prompt, got {group}; {_legal(count)}."
@@ -100,7 +105,19 @@ def group_rewards(
             f"{count} rewards (completions) do not divide into groups of {group}: prompts x group "
             f"must be {count}; {_legal(count)}."
         )
-    return rewards.reshape(count // group, group)
+    return found.reshape(count // group, group)
+
+
+def _as_array(rewards: Any) -> Any:
+    if hasattr(rewards, "dtype"):
+        return rewards
+    sizes = {len(row) if isinstance(row, Sequence) else np.size(row) for row in rewards}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"rewards is a list of groups of {sorted(sizes)} responses; expected one size: "
+            "[prompts, group]. Score or pad every prompt's group alike."
+        )
+    return np.asarray(rewards)
 
 
 def _legal(count: int) -> str:

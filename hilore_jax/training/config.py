@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from hilore_jax.actions import Policy
 from hilore_jax.spelling import parse_policy
+from hilore_jax.training import checkpoint
 from hilore_jax.training.sampling import check_sampling
 from hilore_jax.training.tasks import parse_args
 
@@ -20,7 +21,7 @@ class TrainConfig:
     """GRPO on a verifiable task, each update under a remat policy."""
 
     model: str = "smollm2-135m-instruct"
-    """Bundled model's name, Hugging Face folder, or GGUF file."""
+    """Bundled model's name (`smollm2-135m-instruct`), Hugging Face folder, or GGUF file."""
     task: str = "chain_sum"
     """A reasoning-gym dataset, or the built-in `copy` or `count`."""
     task_args: str = ""
@@ -50,6 +51,7 @@ class TrainConfig:
     """Epsilon of the probability ratio's clipping."""
     max_grad_norm: float = 1.0
     temperature: float = 1.0
+    """Softmax temperature of rollouts and scores, above 0: equal completions teach nothing."""
     top_p: float = 1.0
     """Nucleus mass of the rollouts; 1 keeps every token."""
     top_k: int = 0
@@ -64,7 +66,7 @@ class TrainConfig:
     run_dir: str = "runs/latest"
     """Folder of config.json, versions.json, metrics.jsonl and checkpoints."""
     resume: bool = False
-    """Continue the run in run_dir from its newest readable checkpoint."""
+    """Continue the run in run_dir from its newest readable checkpoint; `updates` may grow."""
     save_every: int = 50
     """Updates between checkpoints; 0 writes one only at the end or at an interruption."""
     keep_checkpoints: int = 2
@@ -116,7 +118,13 @@ def faults(config: TrainConfig) -> list[str]:
     for name in ("beta", "weight_decay", "format_reward"):
         if not 0 <= getattr(config, name) < float("inf"):
             found.append(f"{name} must be finite and >= 0, found {getattr(config, name)}")
-    found += check_sampling(config.temperature, config.top_k, config.top_p)
+    if config.temperature == 0:
+        found.append(
+            "temperature must be > 0, found 0: greedy completions of one prompt are all equal, so "
+            "every advantage and the gradient would be 0"
+        )
+    else:
+        found += check_sampling(config.temperature, config.top_k, config.top_p)
     if config.micro_rows > 0 and config.rows > 0 and config.rows % config.micro_rows:
         legal = [n for n in range(1, config.rows + 1) if config.rows % n == 0]
         found.append(
@@ -128,17 +136,31 @@ def faults(config: TrainConfig) -> list[str]:
             parse(getattr(config, name))
         except (ValueError, TypeError, OSError) as error:
             found.append(f"{name}: {error}")
-    run_dir = Path(config.run_dir)
+    return found + _folder_faults(Path(config.run_dir), config.resume)
+
+
+def _folder_faults(run_dir: Path, resume: bool) -> list[str]:
+    """What stands against writing to a run folder; one that a failed start left is free."""
     if run_dir.exists() and not run_dir.is_dir():
-        found.append(f"run_dir {config.run_dir!r} is a file, expected a folder")
-    elif _size(run_dir / "metrics.jsonl") and not config.resume:
-        found.append(
-            f"run_dir {config.run_dir!r} already holds a run; pass --resume to continue it, or "
-            "name another folder"
-        )
-    elif config.resume and not run_dir.is_dir():
-        found.append(f"nothing to resume: run_dir {config.run_dir!r} does not exist")
-    return found
+        return [f"run_dir '{run_dir}' is a file, expected a folder"]
+    metrics = run_dir / "metrics.jsonl"
+    used = metrics.exists() and metrics.stat().st_size > 0
+    saved = bool(checkpoint.steps(run_dir / "checkpoints"))
+    if resume and not saved:
+        instead = "name another run folder, or remove this one" if used else "leave --resume out"
+        where = "holds no checkpoint" if run_dir.is_dir() else "does not exist"
+        return [f"nothing to resume: run_dir '{run_dir}' {where}; {instead} to start anew"]
+    if not resume and saved:
+        return [
+            f"run_dir '{run_dir}' already holds a run; pass --resume to continue it, or name "
+            "another folder"
+        ]
+    if not resume and used:
+        return [
+            f"run_dir '{run_dir}' holds the metrics of a run that left no checkpoint; name another "
+            "folder, or remove this one"
+        ]
+    return []
 
 
 def check(config: TrainConfig) -> None:
@@ -149,8 +171,3 @@ def check(config: TrainConfig) -> None:
             f"{len(found)} fault{'s' * (len(found) > 1)} in the settings:\n"
             + "\n".join(f"  - {fault}" for fault in found)
         )
-
-
-def _size(path: Path) -> int:
-    """Bytes of a file, 0 where there is none: a run that failed before its first update is none."""
-    return path.stat().st_size if path.exists() else 0

@@ -7,7 +7,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hilore_jax._extras import require
@@ -132,11 +132,15 @@ def reasoning_gym_task(
     gym = require("reasoning_gym", "tasks", f"the task {name!r}")
     factory = require("reasoning_gym.factory", "tasks", f"the task {name!r}")
     if name not in factory.DATASETS:
-        near = difflib.get_close_matches(name, list(factory.DATASETS), n=5, cutoff=0.3)
         raise ValueError(
-            f"no reasoning-gym dataset is called {name!r}; the nearest of "
-            f"{len(factory.DATASETS)} are {near}"
+            f"no task is called {name!r}: neither 'copy' nor 'count', nor a reasoning-gym dataset; "
+            f"near it are {nearest(name, [*factory.DATASETS, 'copy', 'count'])}. The "
+            f"{len(factory.DATASETS)} datasets are listed by "
+            "sorted(reasoning_gym.factory.DATASETS) and in that package's gallery."
         )
+    settings = factory.DATASETS[name][1]
+    known = [field.name for field in dataclasses.fields(settings)]
+    check_args(name, args or {}, [field for field in known if field not in ("seed", "size")])
     chosen = dict(DEFAULT_ARGS if args is None and name == "chain_sum" else args or {})
     try:
         data = gym.create_dataset(name, size=VIRTUAL_SIZE, seed=seed, **chosen)
@@ -159,6 +163,34 @@ def reasoning_gym_task(
     if instruction is None:
         instruction = INSTRUCTION if numeric else "Answer as <answer>your answer</answer>."
     return Task(name, draw, score, instruction, format_reward)
+
+
+def nearest(name: str, known: Sequence[str], n: int = 6) -> list[str]:
+    """The known names most like `name`; those that hold it, or a word of it, come first.
+
+    Example:
+        >>> nearest("sum", ["chain_sum", "sudoku", "maze"])
+        ['chain_sum', 'sudoku']
+    """
+    wanted = name.lower().replace("-", "_")
+    words = [word for word in wanted.split("_") if len(word) > 2]
+    scores = {}
+    for other in known:
+        like = difflib.SequenceMatcher(None, wanted, other).ratio()
+        scores[other] = like + (wanted in other) + sum(word in other for word in words) / 2
+    best = sorted(known, key=lambda other: -scores[other])
+    return [other for other in best if scores[other] > 0.4][:n] or best[:n]
+
+
+def check_args(task: str, args: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuses arguments that a task does not have.
+
+    Raises:
+        ValueError: names them, and those that the task has.
+    """
+    unknown = sorted(set(args) - set(known))
+    if unknown:
+        raise ValueError(f"task {task!r} has no arguments {unknown}; it has {sorted(known)}")
 
 
 def parse_args(text: str) -> dict[str, Any]:

@@ -18,31 +18,17 @@ from typing import Any
 import jax
 from flax import nnx
 
-from hilore_jax import tracing
-from hilore_jax.models.config import LoraConfig
 from hilore_jax.models.decoder import Decoder
-from hilore_jax.remat import check_names
 from hilore_jax.training import checkpoint
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig, check
-from hilore_jax.training.experience import TextTokenizer, collect
+from hilore_jax.training.experience import collect
 from hilore_jax.training.learner import Learner
 from hilore_jax.training.metrics import MetricsWriter, Progress
-from hilore_jax.training.report import block_and_arguments
+from hilore_jax.training.parts import Parts, check_model, load_parts
 from hilore_jax.training.step import TrainState
-from hilore_jax.training.tasks import Task, parse_args, reasoning_gym_task
-from hilore_jax.training.toy import copy_task, count_task
 
 _VERSIONS = ("hilore_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-
-
-@dataclasses.dataclass(frozen=True)
-class Parts:
-    """What a run is made of besides its settings."""
-
-    model: Decoder
-    tokenizer: TextTokenizer
-    task: Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,35 +43,6 @@ class Run:
     def model(self) -> Decoder:
         """The trained model."""
         return nnx.merge(self.graphdef, self.state.params, self.state.frozen)
-
-
-def load_task(config: TrainConfig) -> Task:
-    """The task that the settings name."""
-    args = parse_args(config.task_args)
-    if config.task in ("copy", "count"):
-        return {"copy": copy_task, "count": count_task}[config.task](**args, seed=config.seed)
-    return reasoning_gym_task(
-        config.task, args or None, seed=config.seed, format_reward=config.format_reward
-    )
-
-
-def load_parts(config: TrainConfig) -> Parts:
-    """Task first (quick to refuse), then tokenizer and weights."""
-    from hilore_jax.models import tokenizer, weights
-
-    task = load_task(config)
-    lora = LoraConfig(rank=config.lora_rank, alpha=config.lora_alpha) if config.lora_rank else None
-    return Parts(
-        # Weights that train are kept in float32: a small step would vanish in bfloat16.
-        model=weights.load(
-            config.model,
-            dtype=config.dtype,
-            param_dtype=config.dtype if lora else "float32",
-            lora=lora,
-        ),
-        tokenizer=tokenizer.load(config.model),
-        task=task,
-    )
 
 
 def train(
@@ -118,9 +75,12 @@ def train(
         KeyboardInterrupt: a second SIGINT or SIGTERM; the metrics and the last checkpoint stay.
     """
     check(config)
-    parts = load_parts(config) if parts is None else parts
-    _check_lengths(config, parts.model)
-    _check_policy(config, parts.model)
+    _say(config, f"loading {config.model} and the task {config.task}")
+    if parts is None:
+        parts = load_parts(config)
+    else:
+        check_model(config, parts.model.config)
+    _say(config, "compiling; the first update takes longer than the others")
     run_dir = Path(config.run_dir)
     learner = Learner(config, parts.model) if learner is None else learner
     start = _resume(config, learner) if config.resume else 0
@@ -208,13 +168,9 @@ def _one_update(
     }, batch
 
 
-def _check_lengths(config: TrainConfig, model: Decoder) -> None:
-    total = config.prompt_length + config.completion_length
-    if total > model.config.max_seq:
-        raise ValueError(
-            f"prompt_length + completion_length = {total} tokens exceeds the model's "
-            f"{model.config.max_seq}; shorten one of them"
-        )
+def _say(config: TrainConfig, text: str) -> None:
+    if not config.quiet:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _checkpointed(state: TrainState) -> dict[str, Any]:
@@ -229,15 +185,6 @@ def _save(config: TrainConfig, learner: Learner, step: int) -> int:
     tree = _checkpointed(learner.state)
     checkpoint.save(folder, step, tree, meta, keep_latest=config.keep_checkpoints)
     return step
-
-
-def _check_policy(config: TrainConfig, model: Decoder) -> None:
-    """Refuses a policy that a block cannot honour, before anything is sampled or written."""
-    policy = config.parsed_policy
-    if not policy.keeps_everything:
-        seq = config.prompt_length + config.completion_length
-        block, arguments = block_and_arguments(model.config, config.micro_rows, seq)
-        check_names(policy, tracing.trace(block, *arguments))
 
 
 def _resume(config: TrainConfig, learner: Learner) -> int:

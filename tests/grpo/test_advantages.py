@@ -107,3 +107,13 @@ def test_group_rewards():
         group_rewards(rewards, 1)
     with pytest.raises(ValueError, match=r"\[prompts \* group\]"):
         group_rewards(rewards.reshape(2, 3), 2)
+
+
+def test_lists_are_arrays():
+    nested = [[1.0, 0.0, 0.0], [1, 1, 0]]
+    np.testing.assert_array_equal(group_advantages(nested), group_advantages(np.array(nested)))
+    np.testing.assert_array_equal(group_rewards([1.0, 0.0, 0.0, 1.0], 2), [[1, 0], [0, 1]])
+    with pytest.raises(ValueError, match=r"groups of \[1, 2\] responses"):
+        group_advantages([[1.0, 0.0], [1.0]])
+    with pytest.raises(ValueError, match="group_rewards"):
+        group_advantages([1.0, 0.0])

@@ -32,6 +32,7 @@ def test_defaults_are_sound(config):
         ({"clip": 0.0}, "clip must be"),
         ({"beta": -1.0}, "beta must be"),
         ({"temperature": -0.1}, "temperature must be"),
+        ({"temperature": 0.0}, "temperature must be > 0, found 0: greedy"),
         ({"top_p": 0.0}, "top_p must be"),
         ({"top_k": -2}, "top_k must be"),
         ({"policy": "mlp_gate"}, "policy: .*name=action"),
@@ -57,11 +58,21 @@ def test_all_faults_come_in_one_message_before_anything_is_loaded(config):
 def test_a_run_folder_in_use_is_not_overwritten(config, tmp_path):
     (tmp_path / "run").mkdir()
     assert faults(config) == []
-    (tmp_path / "run" / "metrics.jsonl").write_text("")  # a run that failed before its first update
-    assert faults(config) == []
-    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
-    assert "already holds a run" in faults(config)[0]
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert "left no checkpoint; name another folder" in faults(config)[0]
+    assert "holds no checkpoint; name another run folder" in faults(changed(config, resume=True))[0]
+    (tmp_path / "run" / "checkpoints" / "00000001").mkdir(parents=True)
+    assert "already holds a run; pass --resume" in faults(config)[0]
     assert faults(changed(config, resume=True)) == []
+
+
+def test_a_folder_that_a_failed_start_left_is_free(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert faults(config) == []
+    (fault,) = faults(changed(config, resume=True))
+    assert "holds no checkpoint; leave --resume out to start anew" in fault
 
 
 def test_fingerprint_ignores_what_may_change_and_reads_policy_files(config, tmp_path):

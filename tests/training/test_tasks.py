@@ -10,6 +10,7 @@ from hilore_jax.training.tasks import (
     Task,
     extract_answer,
     messages,
+    nearest,
     parse_args,
     reasoning_gym_task,
     reward,
@@ -134,7 +135,10 @@ def test_unknown_dataset_lists_the_nearest(gym):
 
 @pytest.mark.parametrize(
     ("args", "cause"),
-    [({"colour": 1}, "colour"), ({"min_terms": 5, "max_terms": 2}, "max_terms must be")],
+    [
+        ({"min_terms": 0}, "min_terms must be"),
+        ({"min_terms": 5, "max_terms": 2}, "max_terms must be"),
+    ],
 )
 def test_arguments_that_the_dataset_refuses(gym, args, cause):
     with pytest.raises(ValueError, match=f"'chain_sum' refused.*{cause}"):
@@ -176,3 +180,17 @@ def test_char_tokenizer_round_trips_and_skips_special_tokens():
     assert tokenizer.decode([tokenizer.vocab_size + 3]) == "?"
     with pytest.raises(ValueError, match=r"\['€'\]"):
         tokenizer.encode("5 €")
+
+
+def test_a_wrong_name_or_argument_lists_what_there_is(gym):
+    with pytest.raises(ValueError, match=r"no task is called 'chainsum'.*'chain_sum'.*DATASETS"):
+        reasoning_gym_task("chainsum")
+    with pytest.raises(ValueError, match=r"near it are \['count'"):
+        reasoning_gym_task("coutn")
+    with pytest.raises(ValueError, match=r"no arguments \['terms'\]; it has .*'min_terms'"):
+        reasoning_gym_task("chain_sum", {"terms": 2})
+
+
+def test_nearest_prefers_names_that_hold_the_word():
+    known = ["basic_arithmetic", "arithmetic_mean", "arthritic", "maze"]
+    assert set(nearest("arithmetic", known)[:2]) == {"arithmetic_mean", "basic_arithmetic"}

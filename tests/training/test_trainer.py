@@ -216,7 +216,7 @@ def test_other_settings_are_not_resumed(run, config):
 
 def test_nothing_to_resume_says_what_to_do(run, config):
     Path(config.run_dir).mkdir()
-    with pytest.raises(ValueError, match="no checkpoint; start anew in another run folder"):
+    with pytest.raises(ValueError, match="holds no checkpoint; leave --resume out"):
         run(dataclasses.replace(config, resume=True))
 
 
@@ -291,8 +291,44 @@ def test_weights_that_train_are_float32_and_a_frozen_base_is_not(config, parts, 
         seen.update(options)
         return built.model
 
+    opened = (built.model.config, None)
+    monkeypatch.setattr("hilore_jax.models.weights.open_source", lambda name: opened)
     monkeypatch.setattr("hilore_jax.models.weights.load", load)
     monkeypatch.setattr("hilore_jax.models.tokenizer.load", lambda name: built.tokenizer)
     for rank, dtype in ((0, "float32"), (4, "bfloat16")):
         trainer.load_parts(dataclasses.replace(config, lora_rank=rank, dtype="bfloat16"))
         assert seen["param_dtype"] == dtype
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("mlp_gat=int8", r"\['mlp_gat'\] not found in the block; names seen.*'mlp_gate'"),
+        ("mlp_gate=int8:axis=5", "axis"),
+    ],
+)
+def test_a_policy_the_block_cannot_honour_is_refused_before_anything_is_loaded(
+    config, parts, monkeypatch, policy, message
+):
+    built = parts()
+
+    def never(*args, **kwargs):
+        raise AssertionError("loaded, sampled or written before the policy was checked")
+
+    monkeypatch.setattr(
+        "hilore_jax.models.weights.open_source", lambda name: (built.model.config, None)
+    )
+    for late in ("models.weights.load", "models.tokenizer.load", "training.trainer.Learner"):
+        monkeypatch.setattr(f"hilore_jax.{late}", never)
+    wrong = dataclasses.replace(config, policy=policy)
+    for given in (None, built):
+        with pytest.raises(ValueError, match=message):
+            train(wrong, given)
+    assert not Path(config.run_dir).exists()
+
+
+def test_what_takes_long_is_announced(run, config, capsys):
+    run(dataclasses.replace(config, quiet=False, updates=1))
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first == f"loading {config.model} and the task count"
+    assert second.startswith("compiling")
