@@ -116,8 +116,6 @@ def _bench(argv: Sequence[str]) -> int | None:
 
 
 def _plan(argv: Sequence[str]) -> None:
-    # Before jax initializes: its CUDA plugin then loads without a GPU, and compiles for one.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     from hilore_jax.training.plan_command import PlanConfig, run_plan
 
     run_plan(_parse(PlanConfig, "plan", argv))
@@ -136,20 +134,14 @@ def _explain(argv: Sequence[str]) -> None:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} must be >= {minimum}, found {getattr(config, name)}")
     from hilore_jax.explain import explain
-    from hilore_jax.models.bundled import BUNDLED
     from hilore_jax.models.config import LoraConfig
-    from hilore_jax.models.shapes import family, from_folder
+    from hilore_jax.models.lookup import shape_of
     from hilore_jax.spelling import parse_policy
     from hilore_jax.training.report import block_and_arguments
 
     lora = LoraConfig(rank=config.lora_rank) if config.lora_rank else None
     fields = {"dtype": config.dtype, "param_dtype": config.dtype, "lora": lora}
-    if os.path.isdir(config.model):
-        shape = from_folder(config.model, **fields)
-    else:
-        bundled = config.model in BUNDLED  # named after its release; its shape after the family
-        name = config.model.removesuffix("-instruct") if bundled else config.model
-        shape = family(name, **fields)
+    shape = shape_of(config.model, **fields)
     block, arguments = block_and_arguments(shape, config.rows, config.seq)
     print(explain(parse_policy(config.policy), block, *arguments, argnums=(0, 1)))
 

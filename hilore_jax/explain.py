@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from hilore_jax import modules, replay, tracing
 from hilore_jax.actions import Action, Compress, Policy, Recompute, Store
-from hilore_jax.remat import apply_policy, check_names, check_policy
+from hilore_jax.remat import CONTROL_FLOW, apply_policy, check_names, check_policy
 from hilore_jax.work import Work, live_work
 
 
@@ -27,6 +27,7 @@ class Row:
     kept_bytes: int  # bytes that this action keeps, scales included
     recomputed: Work  # what backward would not recompute if the name were stored
     tainted: bool  # backward recomputes it from a decoded value
+    looped: bool  # named only inside a loop or branch, where bytes are not counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +237,7 @@ def _explain(policy: Policy, fn: Callable, args: tuple[Any, ...], marks: list[bo
                 kept[name],
                 spared,
                 name in tainted,
+                all(site.inside in CONTROL_FLOW for site in mine),
             )
         )
     inputs = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in traced.jaxpr.invars)
@@ -273,7 +275,13 @@ def _notes(policy: Policy, rows: list[Row], extra: Work) -> tuple[str, ...]:
     notes = [
         f"{row.name!r} is not read by any gradient: {row.action} keeps nothing and spares nothing."
         for row in rows
-        if not isinstance(row.action, Recompute) and row.kept_bytes == 0
+        if not isinstance(row.action, Recompute) and row.kept_bytes == 0 and not row.looped
+    ]
+    notes += [
+        f"{row.name!r} is named inside a loop or branch: what {row.action} keeps there is not "
+        "counted."
+        for row in rows
+        if row.looped and not isinstance(row.action, Recompute)
     ]
     if extra.matmuls:
         notes.append(

@@ -19,7 +19,7 @@ from hilore_jax.actions import Compress, Offload, Policy
 
 _DISABLED = jax.make_user_context(default_value=False)
 # In these, a name's value exists once per iteration or branch: no single array can be kept.
-_CONTROL_FLOW = ("scan", "while", "cond")
+CONTROL_FLOW = ("scan", "while", "cond")
 
 
 def disabled() -> contextlib.AbstractContextManager:
@@ -105,7 +105,7 @@ def check_names(policy: Policy, traced: tracing.Traced) -> None:
         if not isinstance(action, Compress) and (not site.inside or site.name not in policy):
             continue
         if site.inside:
-            kind = "a loop or branch body" if site.inside in _CONTROL_FLOW else "an inner call"
+            kind = "a loop or branch body" if site.inside in CONTROL_FLOW else "an inner call"
             raise ValueError(
                 f"{site.name!r} is named inside {kind} ({site.inside}), where {action} cannot be "
                 "kept by a policy that compresses. Name the value outside of it, or put hl.remat "

@@ -161,7 +161,7 @@ def replay(
     return [o.value if isinstance(o, _Value) else o for o in out]
 
 
-def _backward_program(
+def backward_program(
     policy: Policy,
     traced: tracing.Traced,
     perturbed: tuple[bool, ...],
@@ -212,7 +212,7 @@ def kept_bytes(policy: Policy, traced: tracing.Traced, differentiated: Sequence[
     )
     live = tuple(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in traced.jaxpr.outvars)
     _, kept = jax.eval_shape(lambda *x: run_and_keep(policy, traced, x), *inputs)
-    reads = iter(_backward_program(policy, traced, perturbed, kept, live).reads[len(inputs) :])
+    reads = iter(backward_program(policy, traced, perturbed, kept, live).reads[len(inputs) :])
     return [
         sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(site) if next(reads))
         for site in kept
@@ -261,7 +261,7 @@ def apply(policy: Policy, traced: tracing.Traced, args: Sequence[Any]) -> list[A
         out, kept = run_and_keep(policy, traced, operands)
         abstract = jax.tree.map(jax.typeof, kept)
         program = functools.cache(
-            functools.partial(_backward_program, policy, traced, perturbed, abstract)
+            functools.partial(backward_program, policy, traced, perturbed, abstract)
         )
         # Frozen weights, biases, values that only they need: what backward never reads is dropped.
         reads = program(differentiable).reads

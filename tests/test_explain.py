@@ -99,6 +99,18 @@ def test_a_name_off_every_gradient_path_is_pointed_out():
         assert any("'ghost' is not read by any gradient" in note for note in explanation.notes)
 
 
+def test_bytes_kept_inside_a_loop_are_said_not_to_be_counted():
+    def block(p, x):
+        step = lambda c, _: (jnp.tanh(checkpoint_name(c @ p["gate"] @ p["down"], "a")), None)  # noqa: E731
+        return jnp.sin(jax.lax.scan(step, x, None, length=5)[0])
+
+    explanation = hl.explain(hl.Policy({"a": hl.Store()}), block, P, X)
+    assert explanation.rows[0].looped
+    (note,) = explanation.notes
+    assert note.startswith("'a' is named inside a loop or branch") and "not counted" in note
+    assert not any("not read by any gradient" in note for note in explanation.notes)
+
+
 def test_no_rematerialization_and_repeated_names():
     explanation, _ = rows(hl.Policy(default=hl.Store()))
     assert explanation.recomputed == Work(0, 0)

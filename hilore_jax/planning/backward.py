@@ -62,7 +62,7 @@ class BlockProgram:
         inputs = [v.aval for v in (*self.traced.jaxpr.constvars, *self.traced.jaxpr.invars)]
         live = tuple(is_inexact(v.aval) for v in self.traced.jaxpr.outvars)
         _, kept = jax.eval_shape(lambda *x: replay.run_and_keep(policy, self.traced, x), *inputs)
-        program = replay._backward_program(
+        program = replay.backward_program(
             policy, self.traced, tuple(_perturbed(self.traced, self.marks)), kept, live
         )
         reads = iter(program.reads[len(inputs) :])

@@ -1,7 +1,6 @@
 """`plan`: choose, compile, correct, choose again; only what the compiler says fits is returned."""
 
 import functools
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from hilore_jax.planning.plan import Blocks, Plan, Trial, runs
 from hilore_jax.planning.risks import default_risk, recommended_codecs
 from hilore_jax.planning.target import Target, parse_target
 
-_LOG = logging.getLogger("hilore_jax")
 _COMPILATIONS = 8  # with GC's and the baseline's
 _CLOSE = 0.005  # of the budget: less left over than this is not worth another compilation
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 
 import optax
 
 from hilore_jax.models.config import DecoderConfig, LoraConfig
-from hilore_jax.models.shapes import family, from_folder
+from hilore_jax.models.lookup import shape_of
 from hilore_jax.planning.budget import Budget
 from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.solve import plan
@@ -107,10 +106,7 @@ def model_shape(config: PlanConfig, platform: str) -> DecoderConfig:
     """The model's config, with the attention that runs on the target's platform."""
     lora = LoraConfig(rank=config.lora) if config.lora else None
     fields = {"dtype": config.dtype, "param_dtype": config.dtype, "lora": lora}
-    if Path(config.model).is_dir():
-        shape = from_folder(config.model, **fields)
-    else:
-        shape = family(config.model, **fields)
+    shape = shape_of(config.model, **fields)
     fits = shape.head_dim <= 128 and shape.head_dim % 8 == 0 and shape.dtype != "float32"
     kind = "cudnn" if platform == "cuda" and fits else "xla"
     return dataclasses.replace(shape, attention=kind)
