@@ -26,6 +26,8 @@ import hilore_jax as hl
 from hilore_jax.planning.baselines import BASELINES, Block, baseline
 from hilore_jax.planning.cost import recompute_seconds
 from hilore_jax.planning.memory import compiled_memory
+from hilore_jax.planning.memory_cache import write_whole
+from hilore_jax.planning.plan import runs
 from hilore_jax.planning.target import parse_target
 from hilore_jax.training.plan_command import PlanConfig, abstract_update
 from hilore_jax.training.trainer import versions
@@ -105,18 +107,12 @@ def compare(config: Config, model: str, target_name: str) -> list[dict[str, Any]
                 "risk": made.risk,
                 "share_of_lp_bound": removed / possible if possible else 1.0,
                 "compilations": len(made.trials),
-                "policies": [[n, str(policy)] for policy, n in _runs(made.policies)],
+                "policies": [[n, str(policy)] for policy, n in runs(made.policies)],
             }
         )
     for each in rows:
         each["fits_1.10x_gc"] = each["peak_bytes"] <= limit
     return rows
-
-
-def _runs(policies: tuple[hl.Policy, ...]) -> list[tuple[hl.Policy, int]]:
-    from hilore_jax.planning.plan import runs
-
-    return runs(policies)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -173,9 +169,7 @@ def main(config: Config) -> None:
                 "seconds": "modelled",
                 "rows": done,
             }
-            half = out.with_suffix(".half")
-            half.write_text(json.dumps(about, indent=1) + "\n")
-            half.replace(out)
+            write_whole(out, json.dumps(about, indent=1) + "\n")
     draw(done, out.with_suffix(".png"))
 
 

@@ -266,7 +266,7 @@ def _kept_by_name(
     if policy.keeps_everything:
         policy = Policy({name: Store() for name in names})
     sites = [site for site in tracing.sites(traced.jaxpr) if not site.inside]
-    for site, size in zip(sites, replay.kept_bytes(policy, traced, marks), strict=True):
+    for site, size in zip(sites, replay.backward_and_bytes(policy, traced, marks)[1], strict=True):
         kept[site.name] += size
     return kept
 

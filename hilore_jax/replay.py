@@ -161,7 +161,7 @@ def replay(
     return [o.value if isinstance(o, _Value) else o for o in out]
 
 
-def backward_program(
+def _backward_program(
     policy: Policy,
     traced: tracing.Traced,
     perturbed: tuple[bool, ...],
@@ -200,10 +200,15 @@ def backward_program(
     return _Program(jaxpr, closed.consts, reads)
 
 
-def kept_bytes(policy: Policy, traced: tracing.Traced, differentiated: Sequence[bool]) -> list[int]:
-    """Bytes that each named site leaves for backward when the marked arguments move.
+def backward_and_bytes(
+    policy: Policy, traced: tracing.Traced, differentiated: Sequence[bool]
+) -> tuple[Any, list[int]]:
+    """Backward when the marked arguments move, and the bytes that each named site leaves for it.
 
     A site whose kept value backward never reads leaves none.
+
+    Returns:
+        The jaxpr of backward without dead code, and bytes by site in program order.
     """
     inputs = [v.aval for v in (*traced.jaxpr.constvars, *traced.jaxpr.invars)]
     marks = [*[True] * len(traced.jaxpr.constvars), *differentiated]
@@ -212,8 +217,9 @@ def kept_bytes(policy: Policy, traced: tracing.Traced, differentiated: Sequence[
     )
     live = tuple(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in traced.jaxpr.outvars)
     _, kept = jax.eval_shape(lambda *x: run_and_keep(policy, traced, x), *inputs)
-    reads = iter(backward_program(policy, traced, perturbed, kept, live).reads[len(inputs) :])
-    return [
+    program = _backward_program(policy, traced, perturbed, kept, live)
+    reads = iter(program.reads[len(inputs) :])
+    return program.jaxpr, [
         sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(site) if next(reads))
         for site in kept
     ]
@@ -261,7 +267,7 @@ def apply(policy: Policy, traced: tracing.Traced, args: Sequence[Any]) -> list[A
         out, kept = run_and_keep(policy, traced, operands)
         abstract = jax.tree.map(jax.typeof, kept)
         program = functools.cache(
-            functools.partial(backward_program, policy, traced, perturbed, abstract)
+            functools.partial(_backward_program, policy, traced, perturbed, abstract)
         )
         # Frozen weights, biases, values that only they need: what backward never reads is dropped.
         reads = program(differentiable).reads

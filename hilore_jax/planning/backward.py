@@ -59,22 +59,15 @@ class BlockProgram:
         """
         if policy.keeps_everything:
             raise ValueError("figures: Policy(default=Store()) has no backward program of its own.")
-        inputs = [v.aval for v in (*self.traced.jaxpr.constvars, *self.traced.jaxpr.invars)]
-        live = tuple(is_inexact(v.aval) for v in self.traced.jaxpr.outvars)
-        _, kept = jax.eval_shape(lambda *x: replay.run_and_keep(policy, self.traced, x), *inputs)
-        program = replay.backward_program(
-            policy, self.traced, tuple(_perturbed(self.traced, self.marks)), kept, live
-        )
-        reads = iter(program.reads[len(inputs) :])
+        program, kept = replay.backward_and_bytes(policy, self.traced, self.marks)
         names = [s.name for s in tracing.sites(self.traced.jaxpr) if not s.inside]
         sizes = {False: 0, True: 0}
-        for name, site in zip(names, kept, strict=True):
-            read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(site) if next(reads))
-            sizes[isinstance(policy[name], Offload)] += read
-        again = count_equations(program.jaxpr)
+        for name, size in zip(names, kept, strict=True):
+            sizes[isinstance(policy[name], Offload)] += size
+        again = count_equations(program)
         again.subtract(self.base[1])
         repeated = Counter({key: n for key, n in again.items() if n})
-        return Figures(sizes[False], sizes[True], work(program.jaxpr) - self.base[0], repeated)
+        return Figures(sizes[False], sizes[True], work(program) - self.base[0], repeated)
 
 
 def block_program(

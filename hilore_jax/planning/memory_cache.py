@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import logging
 import os
-import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,14 +87,13 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not tempfile's: its files are for their owner's eyes only.
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+        scratch.write_text(text)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from hilore_jax.actions import Policy
 from hilore_jax.planning.allocate import allocate
 from hilore_jax.planning.fingerprint import differences
 from hilore_jax.planning.memory import Memory
+from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.menu import Entry
 
 SCHEMA = 1
@@ -174,13 +174,7 @@ class Plan:
             "memory": self.memory.to_dict(),
             "trials": [dataclasses.asdict(trial) for trial in self.trials],
         }
-        path = Path(path)
-        half = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            half.write_text(json.dumps(fields, indent=1) + "\n")
-            half.replace(path)
-        finally:
-            half.unlink(missing_ok=True)
+        write_whole(Path(path), json.dumps(fields, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path, found: Mapping[str, str] | None = None) -> "Plan":
