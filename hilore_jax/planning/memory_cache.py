@@ -28,6 +28,7 @@ class Cache:
         folder: where; None is `plans` in the library's cache folder, which `HILORE_CACHE` moves.
 
     Example:
+        >>> import tempfile
         >>> cache = Cache(Path(tempfile.mkdtemp()))
         >>> cache.put({"program": "f"}, {"temporaries": 8})
         >>> cache.get({"program": "f"}), cache.get({"program": "g"})
