@@ -36,7 +36,8 @@ from hilore_jax.models import tokenizer, weights
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.training.batch import Batch
-from hilore_jax.training.step import init_state, make_gradients, make_score
+from hilore_jax.training.gradients import make_gradients
+from hilore_jax.training.step import init_state, make_score
 from hilore_jax.training.trainer import versions
 
 MODEL = "smollm2-135m-instruct"

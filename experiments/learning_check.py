@@ -37,9 +37,10 @@ from hilore_jax.models.decoder import Decoder, segment
 from hilore_jax.report.plots import Curves, Panel, plot_curves
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig
+from hilore_jax.training.gradients import make_gradients
 from hilore_jax.training.learner import Learner, make_optimizer
 from hilore_jax.training.report import block_and_arguments, relative_error
-from hilore_jax.training.step import init_state, make_gradients
+from hilore_jax.training.step import init_state
 from hilore_jax.training.tasks import Item, Task
 from hilore_jax.training.toy import CharTokenizer
 from hilore_jax.training.trainer import Parts, train, versions

@@ -15,14 +15,11 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Int, Key
 
-from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
-from hilore_jax.grpo import exposure, loss_and_coefficients, ratio_metrics, token_logprobs
+from hilore_jax.grpo import token_logprobs
 from hilore_jax.models.decoder import Decoder
-from hilore_jax.training.batch import Batch, check_batch
-
-Policies = tuple[Policy, ...] | None
-Metrics = dict[str, Any]
+from hilore_jax.training.batch import Batch
+from hilore_jax.training.gradients import Metrics, Policies, make_gradients
 
 
 @typing.no_type_check  # jax puts placeholders in the fields
@@ -62,69 +59,6 @@ def init_state(
     return graphdef, TrainState(params, frozen, opt_state, jnp.zeros((), jnp.int32), key)
 
 
-def make_gradients(
-    graphdef: nnx.GraphDef,
-    *,
-    clip: float = 0.2,
-    beta: float = 1e-3,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    logprobs: Callable[..., Any] = token_logprobs,
-) -> Callable[[Policies, TrainState, Batch], tuple[nnx.State, Metrics]]:
-    """The gradient of one update's loss, without applying it.
-
-    Args:
-        graphdef: the model's static part, from `init_state`.
-        clip: epsilon of the ratio's clipping.
-        beta: weight of the K3 reference term.
-        temperature: softmax temperature at which tokens are scored.
-        entropy: also report the mean entropy of the policy over the optimized tokens, nats; costs
-            the reductions over the vocabulary a second time.
-        logprobs: scores tokens; another than `token_logprobs` takes no `entropy`.
-
-    Returns:
-        `gradients(policies, state, batch) -> (grads, metrics)`: float32 gradients of `state.params`
-        accumulated over the microbatches, each divided by the whole update's tokens (methods 1.1),
-        and metrics under TRL's names.
-    """
-
-    def micro_loss(params, frozen, micro: Batch, update_tokens, policies):
-        model = nnx.merge(graphdef, params, frozen)
-        hidden = model.hidden(micro.tokens, micro.attention_mask, policies=policies)
-        width = micro.completion_mask.shape[-1]
-        scored = hidden[:, -width - 1 : -1], model.unembedding(), micro.tokens[:, -width:]
-        asked = {"entropy": True} if entropy else {}
-        logp = logprobs(*scored, temperature, **asked)
-        logp, nats = logp if isinstance(logp, tuple) else (logp, None)
-        loss, omega = loss_and_coefficients(
-            logp,
-            micro.logp_old,
-            micro.logp_ref,
-            micro.advantages,
-            micro.completion_mask,
-            update_tokens,
-            clip=clip,
-            beta=beta,
-        )
-        return loss, jax.lax.stop_gradient(_observe(loss, logp, omega, nats, micro, clip))
-
-    def gradients(policies: Policies, state: TrainState, batch: Batch):
-        check_batch(batch)
-        update_tokens = jnp.sum(batch.completion_mask, dtype=jnp.float32)
-
-        def accumulate(total, micro):
-            (_, seen), grads = jax.value_and_grad(micro_loss, has_aux=True)(
-                state.params, state.frozen, micro, update_tokens, policies
-            )
-            return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads), seen
-
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
-        grads, seen = jax.lax.scan(accumulate, zeros, batch)
-        return grads, _metrics(grads, seen)
-
-    return gradients
-
-
 def make_actor_update(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
@@ -149,8 +83,8 @@ def make_actor_update(
         beta: weight of the K3 reference term.
         temperature: softmax temperature of the rollouts, at which tokens are scored.
         max_grad_norm: gradients are scaled down to this global norm; None leaves them.
-        entropy: see `make_gradients`.
-        logprobs: see `make_gradients`.
+        entropy: see `make_micro_gradients`.
+        logprobs: see `make_micro_gradients`.
 
     Returns:
         `update(policies, state, batch) -> (state, metrics)`, pure; see `jit_update`.
@@ -163,12 +97,32 @@ def make_actor_update(
         entropy=entropy,
         logprobs=logprobs,
     )
+    apply = make_apply(optimizer, max_grad_norm)
+
+    def update(policies: Policies, state: TrainState, batch: Batch):
+        grads, metrics = gradients(policies, state, batch)
+        return apply(state, grads, metrics), metrics
+
+    return update
+
+
+def make_apply(
+    optimizer: optax.GradientTransformation, max_grad_norm: float | None = 1.0
+) -> Callable[[TrainState, nnx.State, Metrics], TrainState]:
+    """The second half of an update: clipping by global norm, optimizer, and what stays unchanged.
+
+    Args:
+        optimizer: sees float32 gradients and parameters.
+        max_grad_norm: see `make_actor_update`.
+
+    Returns:
+        `apply(state, grads, metrics) -> state`; reads `nonfinite` and `n_tokens` of the metrics.
+    """
     clipper = optax.identity()
     if max_grad_norm is not None:
         clipper = optax.clip_by_global_norm(max_grad_norm)
 
-    def update(policies: Policies, state: TrainState, batch: Batch):
-        grads, metrics = gradients(policies, state, batch)
+    def apply(state: TrainState, grads: nnx.State, metrics: Metrics) -> TrainState:
         clipped, _ = clipper.update(grads, clipper.init(grads))
         wide = _float32(state.params)
         step, opt_state = optimizer.update(clipped, state.opt_state, wide)
@@ -183,9 +137,9 @@ def make_actor_update(
             opt_state=keep(opt_state, state.opt_state),
             step=state.step + finite.astype(state.step.dtype),
             key=state.key,
-        ), metrics
+        )
 
-    return update
+    return apply
 
 
 def jit_update(update: Callable[..., Any]) -> Any:
@@ -232,43 +186,6 @@ def raise_if_nonfinite(metrics: Metrics, batch: Batch) -> None:
         f"(microbatch {micro}, row {row}), completion position {position}; the state was left "
         "unchanged. Check the weights, the old and reference log-probs and the rewards"
     )
-
-
-def _observe(loss, logp, omega, nats, micro: Batch, clip: float) -> dict[str, Any]:
-    """What the metrics need of one microbatch: sums over its optimized tokens, never means."""
-    terms = (logp, micro.logp_old, micro.logp_ref, micro.advantages)
-    finite = jnp.isfinite(logp)
-    for term in terms[1:]:
-        if term is not None:
-            finite &= jnp.isfinite(term if term.ndim == 2 else term[:, None])
-    return {
-        "loss": loss,
-        "exposure": exposure(omega, micro.completion_mask),
-        "entropy": None if nats is None else jnp.sum(nats, where=micro.completion_mask),
-        "ratios": ratio_metrics(*terms, micro.completion_mask, clip),
-        "bad": micro.completion_mask & ~finite,
-    }
-
-
-def _metrics(grads, seen: dict[str, Any]) -> Metrics:
-    sums = jax.tree.map(lambda values: jnp.sum(values, axis=0), {**seen, "bad": None})
-    largest = jnp.max(seen["ratios"].is_ratio_max)
-    ratios = dataclasses.replace(sums["ratios"], is_ratio_max=largest)
-    loss, norm, bad = sums["loss"], optax.tree.norm(grads), seen["bad"].ravel()
-    finite = ~jnp.any(bad) & jnp.isfinite(loss) & jnp.isfinite(norm)
-    entropy = {}
-    if sums["entropy"] is not None:
-        entropy["entropy"] = sums["entropy"] / jnp.maximum(ratios.tokens, 1)
-    return {
-        "loss": loss,
-        "grad_norm": norm,
-        **ratios.means(),
-        **entropy,
-        "exposure": sums["exposure"],
-        "n_tokens": ratios.tokens,
-        "nonfinite": (~finite).astype(jnp.int32),
-        "nonfinite_index": jnp.where(jnp.any(bad), jnp.argmax(bad), -1).astype(jnp.int32),
-    }
 
 
 def _float32(tree):

@@ -14,11 +14,11 @@ from flax import nnx
 
 import hilore_jax as hl
 from hilore_jax.models.decoder import segment
+from hilore_jax.training.gradients import make_gradients
 from hilore_jax.training.step import (
     init_state,
     jit_update,
     make_actor_update,
-    make_gradients,
     make_score,
     raise_if_nonfinite,
 )

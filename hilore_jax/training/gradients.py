@@ -1,0 +1,164 @@
+"""The gradient of the GRPO loss of one update, microbatch by microbatch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from hilore_jax.actions import Policy
+from hilore_jax.grpo import exposure, loss_and_coefficients, ratio_metrics, token_logprobs
+from hilore_jax.training.batch import Batch, check_batch
+
+Policies = tuple[Policy, ...] | None
+Metrics = dict[str, Any]
+
+
+def make_micro_gradients(
+    graphdef: nnx.GraphDef,
+    *,
+    clip: float = 0.2,
+    beta: float = 1e-3,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    logprobs: Callable[..., Any] = token_logprobs,
+) -> Callable[..., tuple[nnx.State, Metrics]]:
+    """The gradient that one microbatch contributes to an update's.
+
+    Args:
+        graphdef: the model's static part, from `init_state`.
+        clip: epsilon of the ratio's clipping.
+        beta: weight of the K3 reference term.
+        temperature: softmax temperature at which tokens are scored.
+        entropy: also report the mean entropy of the policy over the optimized tokens, nats; costs
+            the reductions over the vocabulary a second time.
+        logprobs: scores tokens; another than `token_logprobs` takes no `entropy`.
+
+    Returns:
+        `gradients(policies, params, frozen, micro, update_tokens) -> (grads, seen)`: gradients in
+        the parameters' dtype, of losses divided by the whole update's tokens (methods 1.1), so that
+        those of microbatches add up; `seen` is what `update_metrics` reads, sums of one microbatch.
+    """
+
+    def micro_loss(params, frozen, micro: Batch, update_tokens, policies):
+        model = nnx.merge(graphdef, params, frozen)
+        hidden = model.hidden(micro.tokens, micro.attention_mask, policies=policies)
+        scored = scored_inputs(hidden, model.unembedding(), micro)
+        asked = {"entropy": True} if entropy else {}
+        logp = logprobs(*scored, temperature, **asked)
+        logp, nats = logp if isinstance(logp, tuple) else (logp, None)
+        loss, omega = loss_and_coefficients(
+            logp,
+            micro.logp_old,
+            micro.logp_ref,
+            micro.advantages,
+            micro.completion_mask,
+            update_tokens,
+            clip=clip,
+            beta=beta,
+        )
+        return loss, jax.lax.stop_gradient(observe(loss, logp, omega, nats, micro, clip))
+
+    def gradients(policies: Policies, params, frozen, micro: Batch, update_tokens):
+        (_, seen), grads = jax.value_and_grad(micro_loss, has_aux=True)(
+            params, frozen, micro, update_tokens, policies
+        )
+        return grads, seen
+
+    return gradients
+
+
+def scored_inputs(hidden: Any, unembedding: Any, micro: Batch) -> tuple[Any, Any, Any]:
+    """What `token_logprobs` takes for a microbatch's completions: position t-1 scores token t."""
+    width = micro.completion_mask.shape[-1]
+    return hidden[:, -width - 1 : -1], unembedding, micro.tokens[:, -width:]
+
+
+def make_gradients(
+    graphdef: nnx.GraphDef, **options: Any
+) -> Callable[[Policies, Any, Batch], tuple[nnx.State, Metrics]]:
+    """The gradient of one update's loss, without applying it.
+
+    Args:
+        graphdef: the model's static part, from `init_state`.
+        **options: those of `make_micro_gradients`.
+
+    Returns:
+        `gradients(policies, state, batch) -> (grads, metrics)`: float32 gradients of `state.params`
+        accumulated over the microbatches, each divided by the whole update's tokens (methods 1.1),
+        and metrics under TRL's names.
+    """
+    micro_gradients = make_micro_gradients(graphdef, **options)
+
+    def gradients(policies: Policies, state: Any, batch: Batch):
+        check_batch(batch)
+        update_tokens = jnp.sum(batch.completion_mask, dtype=jnp.float32)
+
+        def accumulate(total, micro):
+            grads, seen = micro_gradients(
+                policies, state.params, state.frozen, micro, update_tokens
+            )
+            return add_gradients(total, grads), seen
+
+        grads, seen = jax.lax.scan(accumulate, zero_gradients(state.params), batch)
+        return grads, update_metrics(grads, seen)
+
+    return gradients
+
+
+def zero_gradients(params: nnx.State) -> nnx.State:
+    """The float32 sum of no microbatch's gradients."""
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+
+
+def add_gradients(total: nnx.State, grads: nnx.State) -> nnx.State:
+    """The float32 sum with one microbatch more."""
+    return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
+
+
+def observe(loss, logp, omega, nats, micro: Batch, clip: float) -> dict[str, Any]:
+    """What the metrics need of one microbatch: sums over its optimized tokens, never means."""
+    terms = (logp, micro.logp_old, micro.logp_ref, micro.advantages)
+    finite = jnp.isfinite(logp)
+    for term in terms[1:]:
+        if term is not None:
+            finite &= jnp.isfinite(term if term.ndim == 2 else term[:, None])
+    return {
+        "loss": loss,
+        "exposure": exposure(omega, micro.completion_mask),
+        "entropy": None if nats is None else jnp.sum(nats, where=micro.completion_mask),
+        "ratios": ratio_metrics(*terms, micro.completion_mask, clip),
+        "bad": micro.completion_mask & ~finite,
+    }
+
+
+def update_metrics(grads: nnx.State, seen: dict[str, Any]) -> Metrics:
+    """Metrics of an update under TRL's names.
+
+    Args:
+        grads: the update's gradients, summed over the microbatches.
+        seen: what `observe` returned, stacked over the microbatches.
+    """
+    sums = jax.tree.map(lambda values: jnp.sum(values, axis=0), {**seen, "bad": None})
+    largest = jnp.max(seen["ratios"].is_ratio_max)
+    ratios = dataclasses.replace(sums["ratios"], is_ratio_max=largest)
+    loss, norm, bad = sums["loss"], optax.tree.norm(grads), seen["bad"].ravel()
+    finite = ~jnp.any(bad) & jnp.isfinite(loss) & jnp.isfinite(norm)
+    entropy = {}
+    if sums["entropy"] is not None:
+        entropy["entropy"] = sums["entropy"] / jnp.maximum(ratios.tokens, 1)
+    return {
+        "loss": loss,
+        "grad_norm": norm,
+        **ratios.means(),
+        **entropy,
+        "exposure": sums["exposure"],
+        "n_tokens": ratios.tokens,
+        "nonfinite": (~finite).astype(jnp.int32),
+        "nonfinite_index": jnp.where(jnp.any(bad), jnp.argmax(bad), -1).astype(jnp.int32),
+    }
