@@ -15,6 +15,8 @@ COMMANDS = {
     "train": "GRPO on a verifiable task, each update under a remat policy",
     "demo": "three updates of SmolLM2 under GC and under a compressed policy, compared",
     "plan": "the policies that recompute least in a memory budget, for a device here or not",
+    "calibrate": "measured risks of compression for a model, on its own rollouts",
+    "accept": "whether a plan keeps its memory and its gradient error on real updates",
     "explain": "what a policy saves and recomputes in one block of a model, or a plan file",
     "bench": "memory and speed against jax.checkpoint and plain code",
     "doctor": "versions, devices, and which extras are installed",
@@ -119,6 +121,18 @@ def _plan(argv: Sequence[str]) -> None:
     from hilore_jax.training.plan_command import PlanConfig, run_plan
 
     run_plan(_parse(PlanConfig, "plan", argv))
+
+
+def _calibrate(argv: Sequence[str]) -> None:
+    from hilore_jax.training.calibrate_command import CalibrateConfig, run_calibrate
+
+    run_calibrate(_parse(CalibrateConfig, "calibrate", argv))
+
+
+def _accept(argv: Sequence[str]) -> int:
+    from hilore_jax.training.accept_command import AcceptConfig, run_accept
+
+    return 0 if run_accept(_parse(AcceptConfig, "accept", argv)).accepted else 1
 
 
 def _explain(argv: Sequence[str]) -> None:

@@ -50,6 +50,7 @@ FLOORS = {
     "segments": 2,
     "explain": 2,
     "gate": 2,
+    "intervene": 2,
     "grpo": 2,
     "logra": 2,
     "models": 3,
