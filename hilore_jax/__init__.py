@@ -5,6 +5,8 @@ from hilore_jax.actions import Action, Compress, Offload, Policy, Recompute, Sto
 from hilore_jax.compiler import compiler_options
 from hilore_jax.explain import Explanation, explain
 from hilore_jax.planning.budget import Budget
+from hilore_jax.planning.calibrate import calibrate
+from hilore_jax.planning.calibration import Calibration
 from hilore_jax.planning.plan import Blocks, Plan
 from hilore_jax.planning.solve import plan
 from hilore_jax.remat import disabled, remat
@@ -15,6 +17,7 @@ __all__ = [
     "Action",
     "Blocks",
     "Budget",
+    "Calibration",
     "Compress",
     "Explanation",
     "Offload",
@@ -22,6 +25,7 @@ __all__ = [
     "Policy",
     "Recompute",
     "Store",
+    "calibrate",
     "compiler_options",
     "disabled",
     "explain",

@@ -1,16 +1,19 @@
 """`plan`: choose, compile, correct, choose again; only what the compiler says fits is returned."""
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hilore_jax.actions import Compress, Policy
-from hilore_jax.planning.allocate import allocate
+from hilore_jax.planning.allocate import Allocation, allocate
+from hilore_jax.planning.bar import Bar
 from hilore_jax.planning.budget import Budget
+from hilore_jax.planning.calibrated import calibrated_menu
+from hilore_jax.planning.calibration import Calibration
 from hilore_jax.planning.fingerprint import fingerprint
 from hilore_jax.planning.memory import Memory, compiled_memory
 from hilore_jax.planning.menu import Entry, block_menu
+from hilore_jax.planning.menus import block_menus
 from hilore_jax.planning.plan import Blocks, Plan, Trial, runs
 from hilore_jax.planning.risks import default_risk, recommended_codecs
 from hilore_jax.planning.target import Target, parse_target
@@ -32,6 +35,8 @@ def plan(
     codecs: Sequence[Compress] | None = None,
     risks: Callable[[str, Compress], float] = default_risk,
     offload: bool = False,
+    calibration: Calibration | None = None,
+    exposure: float | None = None,
     progress: bool | None = None,
 ) -> Plan:
     """The policies, one a block, that recompute least within two budgets on a target device.
@@ -55,6 +60,9 @@ def plan(
         codecs: what a name may be compressed with; default: those of the risk table.
         risks: relative gradient error of compressing one name in one block.
         offload: also consider keeping names in pinned host memory.
+        calibration: measured risks, block by block, in place of `risks`; what it did not measure
+            is not used. The risk budget is then one microbatch's: its share of the update's.
+        exposure: of the microbatches to plan for; default: the calibration's median.
         progress: show a bar over compilations; default: on a terminal.
 
     Returns:
@@ -62,7 +70,8 @@ def plan(
 
     Raises:
         ValueError: the budget is below what recomputing everything needs (says how much that is),
-            a target or name is unknown, or the peak does not depend on the policies.
+            a target or name is unknown, the peak does not depend on the policies, or the
+            calibration is of another model's shape.
 
     Example:
         >>> import jax, jax.numpy as jnp, hilore_jax as hl
@@ -95,7 +104,14 @@ def plan(
         argnums=blocks.argnums,
         offload=offload,
     )
-    with _Bar(progress) as bar:
+    block_risks, paper = None, False
+    if calibration is not None:
+        menu, block_risks = calibrated_menu(menu, blocks, device, calibration, exposure, codecs)
+        exposure = calibration.exposure if exposure is None else exposure
+        paper = calibration.form == "paper"
+    menus = block_menus(menu, block_risks, blocks.count)
+    choose = functools.partial(allocate, menus, risk=budget.risk, paper=paper)
+    with Bar(progress, _COMPILATIONS) as bar:
 
         def compiled(policies: tuple[Policy, ...], fn: Update = update) -> Memory:
             bar.step(describe(policies))
@@ -110,12 +126,10 @@ def plan(
             other = budget.baseline
             baseline = gc.peak if other is None else compiled(all_recomputed, other).peak
             limit = int(budget.times_gc * baseline)
-        search = _Search(menu, blocks.count, limit, budget.risk, gc, compiled)
+        search = _Search(menu, blocks.count, limit, choose, gc, compiled)
         spent = 1 if budget.baseline is None else 2
         policies, memory, predicted = search.run(_COMPILATIONS - spent)
-    found = allocate(
-        [menu] * blocks.count, max(0, limit - gc.peak - search.offset(policies)), budget.risk
-    )
+    found = choose(memory=max(0, limit - gc.peak - search.offset(policies)))
     return Plan(
         policies=policies,
         menu=menu,
@@ -136,6 +150,9 @@ def plan(
             target=device.name,
         ),
         trials=tuple(search.trials),
+        block_risks=block_risks,
+        exposure=None if calibration is None else exposure,
+        paper=paper,
     )
 
 
@@ -157,11 +174,11 @@ class _Search:
         menu: tuple[Entry, ...],
         count: int,
         limit: int,
-        risk: float,
+        choose: Callable[..., Allocation],
         gc: Memory,
         compiled: Callable[[tuple[Policy, ...]], Memory],
     ):
-        self.menu, self.count, self.limit, self.risk = menu, count, limit, risk
+        self.count, self.limit, self.choose = count, limit, choose
         self.gc, self.compiled = gc, compiled
         self.done: dict[tuple[Policy, ...], Memory] = {(Policy({}),) * count: gc}
         self.entry = {entry.policy: entry for entry in menu}
@@ -198,7 +215,7 @@ class _Search:
         seen: set[int] = set()
         while compilations and spare not in seen:
             seen.add(spare)
-            policies = self._choose(spare)
+            policies = self.choose(memory=max(0, spare)).policies
             if policies not in self.done:
                 expected = self.gc.peak + self.kept(policies) + self.offset(policies)
                 if (
@@ -243,10 +260,6 @@ class _Search:
         fits = memory.peak <= self.limit
         self.trials.append(Trial(describe(policies), predicted, memory.peak, fits))
 
-    def _choose(self, spare: int) -> tuple[Policy, ...]:
-        found = allocate([self.menu] * self.count, max(0, spare), self.risk)
-        return tuple(self.menu[c].policy for c in found.choices)
-
     def _seconds(self, policies: tuple[Policy, ...]) -> float:
         return sum(self.entry[policy].seconds for policy in policies)
 
@@ -265,28 +278,3 @@ class _Search:
             + ", ".join(f"{name} {size}" for name, size in largest)
             + ". Raise the budget to that, or make microbatches smaller."
         )
-
-
-class _Bar:
-    """A bar over compilations on a terminal, nothing elsewhere."""
-
-    def __init__(self, wanted: bool | None):
-        self._wanted = sys.stderr.isatty() if wanted is None else wanted
-        self._bar: Any = None
-
-    def __enter__(self) -> "_Bar":
-        if self._wanted:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=_COMPILATIONS, unit="compilation", leave=False)
-        return self
-
-    def step(self, what: str) -> None:
-        """Announces the next compilation."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(what[:60])
-            self._bar.update()
-
-    def __exit__(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.close()
