@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; the process's when None.
 
     Returns:
-        Exit status: 0 done, 2 wrong input, 130 or 143 stopped by SIGINT or SIGTERM.
+        Exit status: 0 done, 1 a rejected plan, 2 wrong input, 130 or 143 stopped by a signal.
     """
     # jax's CUDA plugin, where it is installed without a GPU, would print a traceback as it loads.
     # On a machine with one its check of CUDA's libraries stays on.
@@ -130,9 +130,11 @@ def _calibrate(argv: Sequence[str]) -> None:
 
 
 def _accept(argv: Sequence[str]) -> int:
-    from hilore_jax.training.accept_command import AcceptConfig, run_accept
+    from hilore_jax.training.accept_command import AcceptOptions, run_accept
 
-    return 0 if run_accept(_parse(AcceptConfig, "accept", argv)).accepted else 1
+    if argv and not argv[0].startswith("-"):
+        argv = ["--plan", *argv]
+    return 0 if run_accept(_parse(AcceptOptions, "accept", argv)).accepted else 1
 
 
 def _explain(argv: Sequence[str]) -> None:

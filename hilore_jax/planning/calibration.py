@@ -109,8 +109,7 @@ class Calibration:
             >>> made.risk(policy, 0, 0.5), made.risk(policy, 1, 0.5), made.risk(Policy({}), 1, 0.5)
             (0.01, inf, 0.0)
         """
-        if not exposure >= 0:
-            raise ValueError(f"exposure is {exposure}; expected sum |omega| >= 0.")
+        check_exposure(exposure)
         if not policy.names(Compress):
             return 0.0
         found = self._by_unit.get((policy, block))
@@ -212,6 +211,17 @@ class Calibration:
             ) from None
         made.check(found or {})
         return made
+
+
+def check_exposure(exposure: float) -> float:
+    """The exposure itself.
+
+    Raises:
+        ValueError: negative or NaN.
+    """
+    if not exposure >= 0:
+        raise ValueError(f"exposure is {exposure}; expected sum |omega| >= 0.")
+    return exposure
 
 
 def model_fingerprint(blocks: Blocks) -> dict[str, str]:

@@ -9,7 +9,7 @@ from hilore_jax.planning.allocate import Allocation, allocate
 from hilore_jax.planning.bar import Bar
 from hilore_jax.planning.budget import Budget
 from hilore_jax.planning.calibrated import calibrated_menu
-from hilore_jax.planning.calibration import Calibration
+from hilore_jax.planning.calibration import Calibration, check_exposure, model_fingerprint
 from hilore_jax.planning.fingerprint import fingerprint
 from hilore_jax.planning.memory import Memory, compiled_memory
 from hilore_jax.planning.menu import Entry, block_menu
@@ -95,6 +95,9 @@ def plan(
     device = parse_target(target)
     arguments = args if callable(args) else lambda policies: args
     all_recomputed = (Policy({}),) * blocks.count
+    if calibration is not None:  # before anything long
+        calibration.check(model_fingerprint(blocks))
+        exposure = calibration.exposure if exposure is None else check_exposure(exposure)
     menu = block_menu(
         blocks.fn,
         *blocks.args,
@@ -107,7 +110,6 @@ def plan(
     block_risks, paper = None, False
     if calibration is not None:
         menu, block_risks = calibrated_menu(menu, blocks, device, calibration, exposure, codecs)
-        exposure = calibration.exposure if exposure is None else exposure
         paper = calibration.form == "paper"
     menus = block_menus(menu, block_risks, blocks.count)
     choose = functools.partial(allocate, menus, risk=budget.risk, paper=paper)

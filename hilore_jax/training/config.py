@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,10 @@ class TrainConfig:
     """The task's arguments, `key=value` pairs separated by commas."""
     policy: str = "gc"
     """`gc`, `store`, a JSON file, or pairs such as `mlp_gate=int8,attn_out=store`."""
+    plan: str = ""
+    """A plan's JSON file; its policies go before `policy`."""
+    allow_rejected: bool = False
+    """Use a plan that `hilore accept` rejected."""
     prompts: int = 4
     """Prompts an update."""
     group: int = 8
@@ -89,7 +94,13 @@ class TrainConfig:
         """The settings that a continued run must share with its beginning, plain JSON values."""
         settings = {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
         # A policy file's content counts, not its name.
-        return settings | {"policy": str(self.parsed_policy)}
+        settings = {k: v for k, v in settings.items() if k not in ("plan", "allow_rejected")}
+        planned = {"plan": _policies_of(self.plan)} if self.plan else {}
+        return settings | {"policy": str(self.parsed_policy)} | planned
+
+
+def _policies_of(path: str) -> list[Any]:
+    return json.loads(Path(path).read_text())["policies"]
 
 
 def faults(config: TrainConfig) -> list[str]:
@@ -136,6 +147,8 @@ def faults(config: TrainConfig) -> list[str]:
             parse(getattr(config, name))
         except (ValueError, TypeError, OSError) as error:
             found.append(f"{name}: {error}")
+    if config.plan and not Path(config.plan).is_file():
+        found.append(f"plan '{config.plan}' is not a file; write one with hilore plan --out")
     return found + _folder_faults(Path(config.run_dir), config.resume)
 
 

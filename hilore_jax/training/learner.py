@@ -16,6 +16,7 @@ from hilore_jax.models.decoder import Decoder, segment
 from hilore_jax.training.batch import Batch, micro
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.experience import Experience, logp_difference, to_batch
+from hilore_jax.training.planned import run_policies
 from hilore_jax.training.report import kept_bytes
 from hilore_jax.training.step import (
     TrainState,
@@ -44,7 +45,7 @@ class Learner:
 
     def __init__(self, config: TrainConfig, model: Decoder):
         self.config = config
-        self.policies = (config.parsed_policy,) * model.config.n_layers
+        self.policies = run_policies(config, model.config)
         self.n_traces = 0
         self.about: dict[str, int | None] = {}  # of the compiled update, the same in every line
         self._shape = model.config
