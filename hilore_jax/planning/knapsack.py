@@ -15,11 +15,11 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from hilore_jax.planning.beam import beam
 from hilore_jax.planning.enumeration import Frame, candidates
+from hilore_jax.planning.groups import membership, starts
 from hilore_jax.planning.rounding import rounded
 
 # Largest coefficients after scaling; HiGHS allows rows and the objective's gap 1e-6, absolute.
@@ -83,12 +83,12 @@ class Knapsack:
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Both budgets as scaled `[2, items]` and `[2]`; what every choice pays is taken off."""
-        starts = _starts(self.group)
-        least = np.minimum.reduceat(self.nbytes, starts)
+        begin = starts(self.group)
+        least = np.minimum.reduceat(self.nbytes, begin)
         above = self.nbytes - least[self.group]
         spare = self.memory - sum(int(n) * int(b) for n, b in zip(self.size, least, strict=True))
         matrix = np.stack([above.astype(float), self.risk])
-        most = self.size @ np.stack([np.maximum.reduceat(row, starts) for row in matrix], axis=1)
+        most = self.size @ np.stack([np.maximum.reduceat(row, begin) for row in matrix], axis=1)
         budgets = np.minimum([float(spare), self.limit], 2 * most + 1)  # infinity is not scaled
         top = np.max(matrix, axis=1, initial=0.0)
         scale = _ROW / np.where(top > 0, top, _ROW)
@@ -119,13 +119,13 @@ def solve(problem: Knapsack) -> Solution | None:
     known = rounded(problem.group, problem.size, cost, *problem.rows(), reduced)
     if known is not None and not problem.fits(known):
         known = None
-    if len(problem.size) > _KINDS:
-        # A tree over so many different groups takes seconds and gains less than the bound's gap.
+    many = len(problem.size) > _KINDS
+    if many:  # a tree over so many groups takes seconds and gains less than the bound's gap
         near = beam(problem.group, problem.size, cost, *problem.rows(), weights, reduced)
         fits = [c for c in (known, near) if c is not None and problem.fits(c)]
         known = min(fits, key=problem.cost_of, default=None)
     counts = _enumerated(problem, known, fractional)
-    if counts is None and known is not None and len(problem.size) > _KINDS:
+    if counts is None and many:
         counts = known
     if counts is None:
         counts = _searched(problem, known, lower, reduced)
@@ -150,10 +150,6 @@ def _searched(
     return _break_ties(problem, counts, _open(problem, counts, lower, reduced))
 
 
-def _starts(group: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(np.diff(group, prepend=-1))
-
-
 def _unit(problem: Knapsack) -> float:
     top = float(np.max(problem.cost, initial=0.0))
     return top / _SCALE if top > 0 else 1.0
@@ -175,11 +171,6 @@ def _slack(problem: Knapsack, known: np.ndarray, lower: float) -> float:
     return max(problem.cost_of(known) / _unit(problem) * (1 + _TIE) + _TIE * _SCALE - lower, 0.0)
 
 
-def _membership(group: np.ndarray, groups: int) -> sparse.csr_array:
-    items = np.arange(len(group))
-    return sparse.csr_array((np.ones(len(group)), (group, items)), shape=(groups, len(group)))
-
-
 def _relaxation(problem: Knapsack) -> tuple[np.ndarray, float, np.ndarray] | None:
     """Budget multipliers, a valid lower bound of the scaled cost, and reduced costs."""
     matrix, budgets = problem.rows()
@@ -189,7 +180,7 @@ def _relaxation(problem: Knapsack) -> tuple[np.ndarray, float, np.ndarray] | Non
         cost,
         A_ub=matrix,
         b_ub=budgets,
-        A_eq=_membership(problem.group, len(problem.size)),
+        A_eq=membership(problem.group, len(problem.size)),
         b_eq=problem.size,
         bounds=np.stack([np.zeros_like(upper), upper], axis=1),
     )
@@ -200,8 +191,7 @@ def _relaxation(problem: Knapsack) -> tuple[np.ndarray, float, np.ndarray] | Non
     weights = np.maximum(-found.ineqlin.marginals, 0.0)
     # The bound holds for any weights (weak duality), so it owes nothing to HiGHS's tolerances.
     priced = cost + weights @ matrix
-    starts = _starts(problem.group)
-    least = np.minimum.reduceat(priced, starts)
+    least = np.minimum.reduceat(priced, starts(problem.group))
     lower = float(problem.size @ least - weights @ budgets)
     return weights, lower, priced - least[problem.group]
 
@@ -218,7 +208,7 @@ def _enumerated(
     """
     weights, lower, reduced = fractional
     cost = problem.cost / _unit(problem)
-    most = float(problem.size @ np.maximum.reduceat(cost, _starts(problem.group)))
+    most = float(problem.size @ np.maximum.reduceat(cost, starts(problem.group)))
     farthest = max(most - lower, _TIE) if known is None else _slack(problem, known, lower)
     slack = farthest * 2.0 ** -(20 if known is None else 4)
     while True:
@@ -263,7 +253,7 @@ def _integer(
     if len(np.unique(group)) < len(problem.size):
         return None
     size: Any = problem.size  # scipy's stubs know no arrays here
-    members = LinearConstraint(_membership(group, len(size)), size, size)
+    members = LinearConstraint(membership(group, len(size)), size, size)
     matrix, budgets = problem.rows()
     matrix = np.concatenate([matrix, *(row[None] for row, _ in capped)])[:, open_items]
     allowed: Any = np.concatenate([budgets, [cap for _, cap in capped]])

@@ -1,6 +1,7 @@
 """`hilore calibrate`, a calibrated plan, `hilore accept` and `train --plan`, on a tiny model."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import pytest
@@ -13,7 +14,13 @@ from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.planned import run_policies
 from hilore_jax.training.rollouts import real_updates
 
-SIZES = {"prompts": 1, "group": 4, "micro_rows": 2, "prompt_length": 12, "completion_length": 4}
+SIZES: Any = {
+    "prompts": 1,
+    "group": 4,
+    "micro_rows": 2,
+    "prompt_length": 12,
+    "completion_length": 4,
+}
 UP = "mlp_up=int8:axis=-1:tile=32"
 
 
