@@ -91,7 +91,8 @@ def test_predicted_peaks_are_close_to_compiled_ones():
 def test_a_larger_budget_is_never_slower_and_the_ends_are_known():
     seconds = [made(memory).recompute_seconds for memory in LADDER]
     assert seconds == sorted(seconds, reverse=True)
-    assert made("1.0x gc").policies == (hl.Policy({}),) * N
+    least = made("1.0x gc")  # what needs no more than GC may still recompute less
+    assert least.memory.peak <= least.gc.peak == least.budget
     assert made("4x gc").removed_flops == 1
     assert seconds[0] > seconds[1] > seconds[-1]
     for memory in LADDER:
@@ -122,7 +123,7 @@ def test_risk_budgets_decide_what_is_compressed():
 
 def test_absolute_budgets_and_baselines():
     gc = made("1.0x gc").gc.peak
-    assert plan(gc).policies == (hl.Policy({}),) * N
+    assert plan(gc).budget == gc and plan(gc).policies == made("1.0x gc").policies
 
     def wasteful(policies, stack, x):
         state, _ = update(policies, stack, x)
