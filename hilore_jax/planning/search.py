@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from hilore_jax.actions import Policy
+from hilore_jax.actions import Offload, Policy
 from hilore_jax.planning.allocate import allocate
 from hilore_jax.planning.memory import Memory, TargetMemoryError
 from hilore_jax.planning.menu import Entry
@@ -162,6 +162,7 @@ class Search:
                 f"{describe((Policy({}),) * self.count)} both have a peak of {memory.peak} bytes. "
                 "Does the update hand its policies to hl.scan_blocks, and is it the same block?"
             )
+        check_offload(policies, memory)
         self.done[policies] = memory
         fits = memory.peak <= self.limit
         self.trials.append(Trial(describe(policies), predicted, memory.peak, fits))
@@ -187,6 +188,21 @@ class Search:
             f"policies can do, needs {self.gc.peak}: "
             + ", ".join(f"{name} {size}" for name, size in largest)
             + ". Raise the budget to that, or make microbatches smaller."
+        )
+
+
+def check_offload(policies: Policies, memory: Memory) -> None:
+    """Refuses a program that offloads nothing, where its policies say that it does.
+
+    Raises:
+        ValueError: names the activations.
+    """
+    names = sorted({name for policy in policies for name in policy.names(Offload)})
+    if names and not memory.host:
+        raise ValueError(
+            f"{', '.join(names)} should be kept in host memory, but the compiled program has none: "
+            "the compiler kept them on the device, or they are no residuals of the block. Name the "
+            "values that backward reads, or plan with offload=False."
         )
 
 

@@ -1,6 +1,7 @@
 """`plan`: choose, compile, correct, choose again; only what the compiler says fits is returned."""
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from hilore_jax.planning.risks import default_risk, recommended_codecs
 from hilore_jax.planning.search import Search, describe
 from hilore_jax.planning.target import Target, parse_target
 
+_log = logging.getLogger("hilore_jax")
 _COMPILATIONS = 8  # with GC's and the baseline's
 
 Update = Callable[[tuple[Policy, ...], Any, Any], Any]
@@ -85,6 +87,10 @@ def plan(
         (True, 1.0)
     """
     device = parse_target(target)
+    if offload and not device.host_link:
+        _log.warning(
+            "offload is ignored: target %r has no host memory whose link is known.", device.name
+        )
     arguments = args if callable(args) else lambda policies: args
     all_recomputed = (Policy({}),) * blocks.count
     menu = block_menu(
@@ -111,7 +117,9 @@ def plan(
             other = budget.baseline
             baseline = gc.peak if other is None else compiled(all_recomputed, other).peak
             limit = int(budget.times_gc * baseline)
-        search = Search(menu, blocks.count, limit, budget.risk, gc, compiled, device.count)
+        # A TPU's compiler refuses what its device cannot hold: no budget reaches beyond that.
+        most = min(limit, device.memory) if device.platform == "tpu" else limit
+        search = Search(menu, blocks.count, most, budget.risk, gc, compiled, device.count)
         spent = 1 if budget.baseline is None else 2
         policies, memory, predicted = search.run(_COMPILATIONS - spent)
     found = allocate([menu] * blocks.count, search.spare(policies), budget.risk)
