@@ -100,11 +100,10 @@ def test_a_program_that_offloads_nothing_is_refused():
 
 
 @pytest.mark.skipif(not HAS_LIBTPU, reason="libtpu not installed (hilore_jax[plan-tpu])")
+@pytest.mark.slow
 def test_a_plan_for_a_tpu_that_is_not_here():
-    # Large enough that activations leave the chip's own 128 MiB.
-    found = plan("tpu:v5e", "1.5x gc", 256, codecs=())
+    # Large enough that activations leave the chip's own 128 MiB; two compilations, of 20 s each.
+    found = plan("tpu:v5e", "6x gc", 256, codecs=())
     assert found.target == "tpu:v5e" and found.gc.temporaries > 0
-    assert found.gc.peak < found.memory.peak <= found.budget
-    assert len(found.trials) <= 8
-    assert found.recompute_seconds < N * found.menu[0].seconds
-    assert found.predicted == pytest.approx(found.memory.peak, rel=0.03)
+    assert 2 * found.gc.peak < found.memory.peak <= found.budget
+    assert found.removed_flops == 1 and 2 <= len(found.trials) <= 3
