@@ -141,28 +141,37 @@ def check_offload(policy: Policy) -> None:
             )
 
 
-def apply_policy(policy: Policy, fn: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Calls a pure `fn` of pytrees of arrays under a policy; see `remat`."""
-    leaves = jax.tree.leaves((args, kwargs))
+def traced_block(policy: Policy, fn: Callable, args: Any, kwargs: Any) -> tracing.Traced:
+    """A pure `fn` of pytrees of arrays traced, once its policy is known to suit it."""
     if kwargs:
         traced = tracing.trace(lambda a, k: fn(*a, **k), args, kwargs)
     else:
         traced = tracing.trace(fn, *args)
     check_names(policy, traced)
     check_offload(policy)
-    if policy.names(Compress):
-        out = replay.apply(policy, traced, leaves)
-    else:
-        split = len(traced.closed.consts)
+    return traced
 
-        def block(*operands: Any) -> Sequence[Any]:
-            return eval_jaxpr(traced.jaxpr, operands[:split], *operands[split:])
 
-        kept = jax.checkpoint(block, policy=policy.checkpoint_policy())
-        out = kept(*traced.closed.consts, *leaves)
+def restored(traced: tracing.Traced, out: Sequence[Any]) -> Any:
+    """A block's flat outputs as the tree that it returns."""
     # A constant output is a literal of the jaxpr, not an array, where nothing traces the call.
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]
     return jax.tree.unflatten(traced.out_tree, arrays)
+
+
+def apply_policy(policy: Policy, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Calls a pure `fn` of pytrees of arrays under a policy; see `remat`."""
+    leaves = jax.tree.leaves((args, kwargs))
+    traced = traced_block(policy, fn, args, kwargs)
+    if policy.names(Compress):
+        return restored(traced, replay.apply(policy, traced, leaves))
+    split = len(traced.closed.consts)
+
+    def block(*operands: Any) -> Sequence[Any]:
+        return eval_jaxpr(traced.jaxpr, operands[:split], *operands[split:])
+
+    kept = jax.checkpoint(block, policy=policy.checkpoint_policy())
+    return restored(traced, kept(*traced.closed.consts, *leaves))
 
 
 def remat(
@@ -209,8 +218,12 @@ def decorator(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     caller: str = "hl.remat",
+    apply: Callable[..., Any] = apply_policy,
 ) -> Callable[[Any], Any]:
-    """`remat` on behalf of `caller`, which errors name with its own remedies."""
+    """`remat` on behalf of `caller`, which errors name with its own remedies.
+
+    `apply(policy, fn, *args)` carries the policy out.
+    """
     check_policy(policy, caller)
 
     def decorate(fn: Any) -> Any:
@@ -238,7 +251,7 @@ def decorator(
             check_policy(policy)
             call, args, kwargs = arguments.bind_static(fn, static, args, kwargs, caller)
             with arguments.explained(fn, caller):
-                lifted = modules.lifted(functools.partial(apply_policy, policy), call)
+                lifted = modules.lifted(functools.partial(apply, policy), call)
                 return lifted(*args, **kwargs)
 
         modules.mark(wrapper, fn, policy)
