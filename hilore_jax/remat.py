@@ -213,17 +213,28 @@ def remat(
     return decorator(policy, static_argnums, static_argnames)
 
 
+def check_undecorated(policy: Policy, fn: Callable, caller: str) -> None:
+    """Refuses a block that has a policy of its own beside the one given.
+
+    Raises:
+        ValueError: names both.
+    """
+    own = modules.own_policy(fn)
+    if own is not None and not (own.keeps_everything or policy.keeps_everything):
+        raise ValueError(
+            f"{caller}: {arguments.function_name(fn)} is decorated with hl.remat({own}) "
+            "already; a second policy would act on its recomputation, not replace it. "
+            f"Decorate the undecorated block with {policy}, or keep its own policy."
+        )
+
+
 def decorator(
     policy: Policy | Any,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     caller: str = "hl.remat",
-    apply: Callable[..., Any] = apply_policy,
 ) -> Callable[[Any], Any]:
-    """`remat` on behalf of `caller`, which errors name with its own remedies.
-
-    `apply(policy, fn, *args)` carries the policy out.
-    """
+    """`remat` on behalf of `caller`, which errors name with its own remedies."""
     check_policy(policy, caller)
 
     def decorate(fn: Any) -> Any:
@@ -235,13 +246,7 @@ def decorator(
         owner = getattr(fn, "__self__", None)
         if isinstance(owner, nnx.Module):
             return modules.bound(decorate(fn.__func__), owner)  # pyright: ignore[reportFunctionMemberAccess]
-        own = modules.own_policy(fn)
-        if own is not None and not (own.keeps_everything or policy.keeps_everything):
-            raise ValueError(
-                f"{caller}: {arguments.function_name(fn)} is decorated with hl.remat({own}) "
-                "already; a second policy would act on its recomputation, not replace it. "
-                f"Decorate the undecorated block with {policy}, or keep its own policy."
-            )
+        check_undecorated(policy, fn, caller)
         static = arguments.static_names(fn, static_argnums, static_argnames)
 
         @functools.wraps(fn)
@@ -251,7 +256,7 @@ def decorator(
             check_policy(policy)
             call, args, kwargs = arguments.bind_static(fn, static, args, kwargs, caller)
             with arguments.explained(fn, caller):
-                lifted = modules.lifted(functools.partial(apply, policy), call)
+                lifted = modules.lifted(functools.partial(apply_policy, policy), call)
                 return lifted(*args, **kwargs)
 
         modules.mark(wrapper, fn, policy)

@@ -141,9 +141,12 @@ def scan_blocks(
         decorate = decorator(policy, caller="hl.scan_blocks")
         return block_fn if is_disabled() else decorate(block_fn)
 
+    parts = []
     with arguments.reverse_only(block_fn):
-        x, aux, has_aux = scan_pieces(block_under, pieces(stacked_params, policies), x, shared)
-    return (x, aux) if has_aux else x
+        for policy, stack in pieces(stacked_params, policies):
+            x, aux, has_aux = scan_one(block_under(policy), stack, x, shared)
+            parts.append((aux, has_aux))
+    return with_aux(x, parts)
 
 
 def pieces(stacked_params: Any, policies: Sequence[Policy] | Any) -> list[tuple[Policy, Any]]:
@@ -161,29 +164,26 @@ def pieces(stacked_params: Any, policies: Sequence[Policy] | Any) -> list[tuple[
         raise
 
 
-def scan_pieces(
-    block_under: Callable[[Policy], Callable[..., Any]],
-    pieces: Sequence[tuple[Policy, Any]],
-    x: Any,
-    shared: Sequence[Any],
+def scan_one(
+    block: Callable[..., Any], stack: Any, x: Any, shared: Sequence[Any]
 ) -> tuple[Any, Any, bool]:
-    """One scan a piece: the last output, aux stacked over blocks, and whether there is any."""
-    aux_parts: list[Any] = []
+    """The last output of equal blocks, aux stacked over them, and whether they have any."""
     has_aux = False
-    for policy, stack in pieces:
-        block = block_under(policy)
 
-        def body(carry: Any, params: Any, block: Callable = block) -> tuple[Any, Any]:
-            nonlocal has_aux
-            out = block(params, carry, *shared)
-            out, aux, has_aux = split_aux(out, carry)
-            return out, aux
+    def body(carry: Any, params: Any) -> tuple[Any, Any]:
+        nonlocal has_aux
+        out, aux, has_aux = split_aux(block(params, carry, *shared), carry)
+        return out, aux
 
-        x, aux = jax.lax.scan(body, x, stack)
-        aux_parts.append(aux)
-    if not has_aux:
-        return x, None, False
-    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *aux_parts), True
+    x, aux = jax.lax.scan(body, x, stack)
+    return x, aux, has_aux
+
+
+def with_aux(x: Any, parts: Sequence[tuple[Any, bool]]) -> Any:
+    """`x`, or `(x, aux)` with the pieces' `(aux, has_aux)` joined."""
+    if not parts or not parts[-1][1]:
+        return x
+    return x, jax.tree.map(lambda *part: jnp.concatenate(part), *(aux for aux, _ in parts))
 
 
 def split_aux(out: Any, x: Any) -> tuple[Any, Any, bool]:
