@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
@@ -40,11 +39,40 @@ def _refusing_vmap(value: Any, *beside: Any) -> Any:
 @_refusing_vmap.def_vmap
 def _refuse(axis_size: int, mapped: Any, *args: Any) -> Any:
     raise ValueError(
-        f"hl.gated_blocks under jax.vmap (an axis of {axis_size}): the branch of a gated block would "
-        "become a selection that decodes and recomputes every block. Give the blocks a batch "
+        f"hl.gated_blocks under jax.vmap (an axis of {axis_size}): the branch of a gated "
+        "block would become a selection that decodes and recomputes every block. Give the blocks a batch "
         "axis instead and one flag for all its rows, loop with jax.lax.map or jax.lax.scan, or "
         "run hl.scan_blocks, whose policies are fixed."
     )
+
+
+class _Slice(NamedTuple):
+    """One block's part of a stacked array, not taken yet."""
+
+    stack: Any
+    at: Any
+
+
+def _taken(value: Any, at: Any = None) -> Any:
+    if not isinstance(value, _Slice):
+        return value
+    at = value.at if at is None else at
+    return jax.lax.dynamic_index_in_dim(value.stack, at, keepdims=False)
+
+
+def _slicing(eqn: Any, values: list[Any]) -> list[Any]:
+    """One equation, which takes its slices when it runs and does not share them.
+
+    A slice that recomputation shared with the cotangents would live from the one to the other:
+    that of every weight at once. The barrier makes its index wait for another operand.
+    """
+    others = [i for i, v in enumerate(values) if isinstance(v, jax.Array)]
+    if not others or not tracing.is_heavy(eqn):
+        return tracing.bind(eqn, [_taken(v) for v in values])
+    last, at = others[-1], next((v.at for v in values if isinstance(v, _Slice)), None)
+    if at is not None:
+        values[last], at = jax.lax.optimization_barrier((values[last], at))
+    return tracing.bind(eqn, [_taken(v, at) for v in values])
 
 
 class _Ways(NamedTuple):
@@ -63,8 +91,10 @@ def _ways(
     """Backward by what the policy kept, and by its exact part; see `replay.backward_program`."""
     operands = [v.aval for v in (*traced.jaxpr.constvars, *traced.jaxpr.invars)]
     kept, exactly = (_kept(p, traced) for p in (policy, exact_part(policy)))
-    decode = replay.backward_program(policy, traced, perturbed, kept, live)
-    recompute = replay.backward_program(exact_part(policy), traced, perturbed, exactly, live)
+    # Nothing crosses a branch, and XLA is free to slice each array where it is read.
+    program = functools.partial(replay.backward_program, barrier=False)
+    decode = program(policy, traced, perturbed, kept, live)
+    recompute = program(exact_part(policy), traced, perturbed, exactly, live)
     reads = iter(recompute.reads)
     reads_all = [next(reads) for _ in operands]
     for site, exact_site in zip(kept, exactly, strict=True):
@@ -112,7 +142,7 @@ def gated_scan(
         def body(x: list[Any], params: list[Any]) -> tuple[list[Any], Any]:
             out, kept = replay.run_and_keep(policy, traced, [*fixed, *params, *x, *shared])
             leaves = [*x, *jax.tree.leaves(kept)]
-            return out[:width], (out[width:], [k for k, u in zip(leaves, keep) if u])
+            return out[:width], (out[width:], [k for k, u in zip(leaves, keep, strict=False) if u])
 
         x, stack = list(operands[ends[1] : ends[2]]), list(operands[ends[0] : ends[1]])
         x, (aux, kept) = jax.lax.scan(body, x, stack, length=blocks)
@@ -163,11 +193,12 @@ def gated_scan(
                 values = [*residuals.leaves, *d_x, *d_aux]
                 whole = [*(not b for b in by_block), *[True] * len(d_x), *[False] * len(d_aux)]
                 read = [
-                    x if one else jax.lax.dynamic_index_in_dim(x, at, keepdims=False)
+                    x if one else _Slice(x, at)
                     for x, one, use in zip(values, whole, program.reads, strict=True)
                     if use
                 ]
-                return eval_jaxpr(program.jaxpr, program.consts, *read)
+                out = tracing.evaluate(program.jaxpr, program.consts, read, _slicing)
+                return [_taken(o) for o in out]
 
             if isinstance(flags, SymbolicZero):
                 found = go(recompute, d_x)

@@ -167,6 +167,7 @@ def backward_program(
     perturbed: tuple[bool, ...],
     kept: Any,
     live: tuple[bool, ...],
+    barrier: bool = True,
 ) -> Program:
     """Traces backward on abstract values.
 
@@ -176,11 +177,12 @@ def backward_program(
         perturbed: which operands are differentiated.
         kept: abstract kept values, one tree for each site.
         live: which outputs have a cotangent.
+        barrier: off where a branch around the program is one.
     """
 
     # Under jax.checkpoint, whose barrier spans residuals *and* cotangents: nothing is recomputed
     # before this block's backward begins, and CSE cannot undo it.
-    @jax.checkpoint
+    @jax.checkpoint if barrier else lambda fn: fn
     def replayed(moving: list[Any], resting: list[Any], kept: Any) -> list[Any]:
         moving_, resting_ = iter(moving), iter(resting)
         operands = [next(moving_) if p else next(resting_) for p in perturbed]
