@@ -119,7 +119,8 @@ def _scan_gated(
 
     with arguments.explained(fn, _CALLER):
         traced = traced_block(policy, block, args, {})
-    parts = [traced.closed.consts, *(jax.tree.leaves(t) for t in (stack, x, shared))]
-    flat, after = gated_scan(policy, traced, tuple(map(len, parts)), token, sum(parts, []))
+    parts = traced.closed.consts, *map(jax.tree.leaves, (stack, x, shared))
+    operands = [leaf for part in parts for leaf in part]
+    flat, after = gated_scan(policy, traced, tuple(map(len, parts)), token, operands)
     x, aux = jax.tree.unflatten(traced.out_tree, flat)
     return x, aux, has_aux, after

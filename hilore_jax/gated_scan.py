@@ -40,9 +40,9 @@ def _refusing_vmap(value: Any, *beside: Any) -> Any:
 def _refuse(axis_size: int, mapped: Any, *args: Any) -> Any:
     raise ValueError(
         f"hl.gated_blocks under jax.vmap (an axis of {axis_size}): the branch of a gated "
-        "block would become a selection that decodes and recomputes every block. Give the blocks a batch "
-        "axis instead and one flag for all its rows, loop with jax.lax.map or jax.lax.scan, or "
-        "run hl.scan_blocks, whose policies are fixed."
+        "block would become a selection that decodes and recomputes every block. Give the "
+        "blocks a batch axis instead and one flag for all its rows, loop with jax.lax.map or "
+        "jax.lax.scan, or run hl.scan_blocks, whose policies are fixed."
     )
 
 

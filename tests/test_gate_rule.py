@@ -39,7 +39,7 @@ positive = st.floats(1e-3, 1e3)
 draws = st.lists(positive, min_size=N, max_size=N)
 
 
-@given(draws, st.floats(1e-4, 10), st.floats(1e-4, 1e3, width=32))
+@given(draws, st.floats(1e-4, 10), st.floats(1e-4, 1e3))
 def test_equal_seconds_are_chosen_exactly(coefficients, exposure, budget):
     found, _ = flags(coefficients, np.ones(N), exposure, budget)
     # The room kept for rounding: the optimum of a budget smaller by that much.
@@ -48,7 +48,7 @@ def test_equal_seconds_are_chosen_exactly(coefficients, exposure, budget):
     assert squares(coefficients, exposure, found) <= float(np.float32(budget)) ** 2
 
 
-@given(draws, draws, st.floats(1e-3, 1), st.floats(1e-3, 1e2, width=32))
+@given(draws, draws, st.floats(1e-3, 1), st.floats(1e-3, 1e2))
 def test_greedy_loses_less_than_a_block_and_half(coefficients, seconds, exposure, budget):
     found, chosen = flags(coefficients, seconds, exposure, budget)
     budget = float(np.float32(budget))

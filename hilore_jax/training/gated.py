@@ -32,8 +32,8 @@ from hilore_jax.training.step import TrainState, make_apply
 def make_gated_gradients(
     graphdef: nnx.GraphDef,
     *,
-    coefficients: Num[Array | np.ndarray, "blocks"],
-    seconds: Num[Array | np.ndarray, "blocks"],
+    coefficients: Num[Array | np.ndarray, "..."],
+    seconds: Num[Array | np.ndarray, "..."],
     risk: Any = 0.015,
     clip: float = 0.2,
     beta: float = 1e-3,
