@@ -4,6 +4,7 @@ from hilore_jax import grpo
 from hilore_jax.actions import Action, Compress, Offload, Policy, Recompute, Store
 from hilore_jax.compiler import compiler_options
 from hilore_jax.explain import Explanation, explain
+from hilore_jax.gate import gated_blocks
 from hilore_jax.planning.budget import Budget
 from hilore_jax.planning.plan import Blocks, Plan
 from hilore_jax.planning.solve import plan
@@ -25,6 +26,7 @@ __all__ = [
     "compiler_options",
     "disabled",
     "explain",
+    "gated_blocks",
     "grpo",
     "parse_policy",
     "plan",

@@ -53,9 +53,6 @@ class Decoder(nnx.Module):
         linear: makes each linear map of a block; dense or LoRA by default.
         rngs: source of the initial weights.
 
-    Raises:
-        ValueError: the segments do not sum to the number of layers.
-
     Example:
         >>> config = DecoderConfig(
         ...     vocab_size=8, d_model=4, d_ff=6, n_layers=3, n_heads=1, n_kv_heads=1, head_dim=4
@@ -124,14 +121,19 @@ class Decoder(nnx.Module):
             ValueError: shapes differ, the sequence is too long, or the policies do not count
                 one for each block.
         """
-        self._check(tokens, mask)
-        n_layers = self.config.n_layers
         if policies is None:
-            policies = (Policy(default=Store()),) * n_layers
-        _check_count(policies, n_layers)
-        x, cos, sin = self._embed(tokens, _positions(tokens, mask))
-        block_fn, params = self.blocks()
-        return self.norm(scan_blocks(block_fn, params, x, policies, cos, sin, mask))
+            policies = (Policy(default=Store()),) * self.config.n_layers
+        _check_count(policies, self.config.n_layers)
+        x, shared = self.embed(tokens, mask)
+        return self.norm(scan_blocks(*self.blocks(), x, policies, *shared))
+
+    def embed(
+        self, tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"] | None = None
+    ) -> tuple[Float[Array, "batch seq d_model"], tuple[Array, Array, Array | None]]:
+        """What `hidden` scans `blocks()` over: the first block's input, and what all share."""
+        self._check(tokens, mask)
+        x, *turns = self._embed(tokens, _positions(tokens, mask))
+        return x, (*turns, mask)
 
     def unembedding(self) -> Float[Array, "vocab d_model"]:
         """The head's weight, storage dtype: the embedding where they are tied."""
