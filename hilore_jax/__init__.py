@@ -5,6 +5,7 @@ from hilore_jax.actions import Action, Compress, Offload, Policy, Recompute, Sto
 from hilore_jax.compiler import compiler_options
 from hilore_jax.explain import Explanation, explain
 from hilore_jax.planning.budget import Budget
+from hilore_jax.planning.ladder import Ladder, plan_ladder
 from hilore_jax.planning.plan import Blocks, Plan
 from hilore_jax.planning.solve import plan
 from hilore_jax.remat import disabled, remat
@@ -17,6 +18,7 @@ __all__ = [
     "Budget",
     "Compress",
     "Explanation",
+    "Ladder",
     "Offload",
     "Plan",
     "Policy",
@@ -28,6 +30,7 @@ __all__ = [
     "grpo",
     "parse_policy",
     "plan",
+    "plan_ladder",
     "remat",
     "scan_blocks",
 ]
