@@ -133,7 +133,10 @@ class LadderedUpdate:
         for bucket, edge in enumerate(self.buckets.edges):
             found[f"ladder_hits/{edge:g}"] = np.int32(chosen.count(bucket))
         risks = [self.buckets.risk(b, e) for b, e in zip(chosen, exposures, strict=True)]
-        used, allowed = self.buckets.used(risks), self.buckets.allowed(counts.sum(), tokens.sum())
+        used, allowed = (
+            self.buckets.used(risks),
+            self.buckets.allowed(int(counts.sum()), int(tokens.sum())),
+        )
         return found | {
             "ladder_redo": np.int32(redone),
             "risk_used": np.float64(used),

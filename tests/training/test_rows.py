@@ -2,6 +2,7 @@
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
+import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ def test_nan_counts_as_the_highest_exposure():
 
 def test_rows_are_taken_whole_and_filling_ones_optimize_nothing(batch):
     data = batch(micro=2)
-    taken = take_rows(data, np.array([3, 0]), np.array([True, False]))
+    taken = take_rows(data, jnp.array([3, 0]), jnp.array([True, False]))
     np.testing.assert_array_equal(taken.tokens[0], data.tokens[1, 1])
     np.testing.assert_array_equal(taken.logp_ref[0], data.logp_ref[1, 1])
     np.testing.assert_array_equal(taken.completion_mask[0], data.completion_mask[1, 1])
