@@ -209,11 +209,9 @@ def plan_ladder(
         >>> ladder.edges, ladder.select(0.7)
         ((0.5, 1.0, 2.0, 4.0, inf), 1)
     """
-    if exposures is None:
-        if calibration is None:
-            raise ValueError("hl.plan_ladder needs exposures, or a calibration that has them.")
-        exposures = calibration.exposures
-    edges = power_of_two_edges(exposures, most)
+    if exposures is None and calibration is None:
+        raise ValueError("hl.plan_ladder needs exposures, or a calibration that has them.")
+    edges = power_of_two_edges(calibration.exposures if exposures is None else exposures, most)
     if not 0 < share <= 1:
         raise ValueError(f"share = {share}: expected tokens / update tokens in (0, 1].")
     if plan_at is None:
@@ -239,10 +237,10 @@ def _planner(
     update: Update, args: Any, top: float, budget: Budget, **options: Any
 ) -> Callable[[float], Plan]:
     def at(exposure: float) -> Plan:
-        if exposure == math.inf:  # nothing that has a risk may be used
-            none = dataclasses.replace(budget, risk=0.0)
-            return plan(update, args, budget=none, exposure=top, **options)
-        return plan(update, args, budget=budget, exposure=exposure, **options)
+        exact = exposure == math.inf  # nothing that has a risk may be used
+        within = dataclasses.replace(budget, risk=0.0) if exact else budget
+        chosen: dict[str, Any] = {**options, "exposure": top if exact else exposure}
+        return plan(update, args, budget=within, **chosen)
 
     return at
 

@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from hilore_jax.training.step import init_state, make_actor_update, raise_if_non
 GC = (hl.Policy({}),) * 2
 INT8 = (hl.Policy({"mlp_gate": hl.Compress("int8"), "mlp_up": hl.Compress("int8")}),) * 2
 MIXED = (INT8[0], GC[0])
-OPTIONS = {"clip": 0.2, "beta": 0.0, "temperature": 0.7, "max_grad_norm": 0.5}
+OPTIONS: dict[str, Any] = {"clip": 0.2, "beta": 0.0, "temperature": 0.7, "max_grad_norm": 0.5}
 
 
 def optimizer():
@@ -222,7 +223,7 @@ def test_a_bad_number_leaves_the_state_and_is_named_where_it_came_from(
         raise_if_nonfinite(metrics, data)
 
 
-def test_a_thousand_jumps_trace_each_bucket_once_and_keep_every_budget(start, batch):
+def test_a_thousand_jumps_trace_each_bucket_once_and_keep_every_budget(start, batch, monkeypatch):
     """A tiny loss stands in for the model: what is tested is the choice, not the gradient."""
     rng = np.random.default_rng(0)
     edges = (*(2.0**i for i in range(-3, 4)), math.inf)
@@ -252,7 +253,8 @@ def test_a_thousand_jumps_trace_each_bucket_once_and_keep_every_budget(start, ba
         return grads, {**seen, "ratios": ratios}
 
     laddered._gradients = gradients
-    laddered._finish = lambda state, total, seen: (state, {"total": total, "nonfinite": 0})
+    finish = lambda state, total, seen: (state, {"total": total, "nonfinite": 0})  # noqa: E731
+    monkeypatch.setattr(laddered, "_finish", finish)
     state = dataclasses.replace(start.state, params=nnx.State({"w": jnp.zeros(2)}))
     data = no_reference(batch)
     width = data.completion_mask.shape[-1]

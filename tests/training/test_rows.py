@@ -35,6 +35,7 @@ def test_rows_are_taken_whole_and_filling_ones_optimize_nothing(batch):
     data = batch(micro=2)
     taken = take_rows(data, jnp.array([3, 0]), jnp.array([True, False]))
     np.testing.assert_array_equal(taken.tokens[0], data.tokens[1, 1])
+    assert taken.logp_ref is not None and data.logp_ref is not None
     np.testing.assert_array_equal(taken.logp_ref[0], data.logp_ref[1, 1])
     np.testing.assert_array_equal(taken.completion_mask[0], data.completion_mask[1, 1])
     assert not taken.completion_mask[1].any() and data.completion_mask[0, 0].any()
