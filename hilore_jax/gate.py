@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from hilore_jax import arguments, modules, segments
 from hilore_jax.actions import Compress, Policy
-from hilore_jax.gated_scan import gated_scan
+from hilore_jax.gated_scan import Operands, gated_scan
 from hilore_jax.remat import check_undecorated, decorator, is_disabled, traced_block
 
 _CALLER = "hl.gated_blocks"
@@ -119,8 +119,7 @@ def _scan_gated(
 
     with arguments.explained(fn, _CALLER):
         traced = traced_block(policy, block, args, {})
-    parts = traced.closed.consts, *map(jax.tree.leaves, (stack, x, shared))
-    operands = [leaf for part in parts for leaf in part]
-    flat, after = gated_scan(policy, traced, tuple(map(len, parts)), token, operands)
+    operands = Operands(traced.closed.consts, *map(jax.tree.leaves, (stack, x, shared)))
+    flat, after = gated_scan(policy, traced, token, operands)
     x, aux = jax.tree.unflatten(traced.out_tree, flat)
     return x, aux, has_aux, after

@@ -108,29 +108,36 @@ def _kept(policy: Policy, traced: tracing.Traced) -> tuple[Any, ...]:
     return jax.eval_shape(lambda *x: replay.run_and_keep(policy, traced, x)[1], *operands)
 
 
+class Operands(NamedTuple):
+    """What the blocks read, flat, in the order of the traced block's inputs."""
+
+    captured: Sequence[Any]  # closed over
+    stack: Sequence[Any]  # params, one slice a block
+    x: Sequence[Any]  # the first block's input
+    shared: Sequence[Any]
+
+
 def gated_scan(
     policy: Policy,
     traced: tracing.Traced,
-    sizes: tuple[int, int, int, int],
     token: jax.Array,
-    operands: Sequence[Any],
+    operands: Operands,
 ) -> tuple[list[Any], jax.Array]:
     """Runs equal blocks in a row; see `gate.gated_blocks`.
 
     Args:
         policy: what the blocks keep; compresses some of their names.
         traced: one block, `(params, x, *shared) -> (x, aux)`.
-        sizes: how many of the operands are captured by the block, stacked params, x, and shared.
         token: `[blocks]`; its cotangent holds the flags.
-        operands: flat, in that order.
+        operands: flat.
 
     Returns:
         The last output and the stacked aux, flat, and the token.
     """
-    captured, stacked, width, _ = sizes
+    captured, stacked, width, _ = map(len, operands)
     ends = captured, captured + stacked, captured + stacked + width
     blocks = token.shape[0]
-    inputs = [v.aval for v in (*traced.jaxpr.constvars, *traced.jaxpr.invars)]
+    inputs: list[Any] = [v.aval for v in (*traced.jaxpr.constvars, *traced.jaxpr.invars)]
     outputs = [v.aval for v in traced.jaxpr.outvars]
     inexact = [jnp.issubdtype(a.dtype, jnp.inexact) for a in inputs]
     differentiable = [jnp.issubdtype(a.dtype, jnp.inexact) for a in outputs]
@@ -223,10 +230,11 @@ def gated_scan(
         return run(Policy({}), operands, [])[0], _refusing_vmap(token, *operands)
 
     block.defvjp(forward, backward, symbolic_zeros=True)
-    return block(token, *operands)
+    return block(token, *(leaf for part in operands for leaf in part))
 
 
 def _instantiated(cotangent: Any) -> Any:
     if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.aval.shape, cotangent.aval.dtype)
+        aval: Any = cotangent.aval
+        return jnp.zeros(aval.shape, aval.dtype)
     return cotangent

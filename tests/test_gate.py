@@ -1,6 +1,7 @@
 """`hl.gated_blocks`: equal to the static plans that its flags spell, in one executable."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ LAYOUTS = {
 }
 
 
-def compiled(function, **options):
+def compiled(function, **options) -> Any:
     return jax.jit(function, compiler_options=hl.compiler_options(), **options)
 
 
@@ -210,3 +211,13 @@ def test_bad_input():
         hl.gated_blocks(hl.remat(GC)(mlp), STACK, inputs(), [INT8] * N, jnp.zeros(N))
     with pytest.raises(ValueError, match="expected its input's structure"):
         hl.gated_blocks(lambda p, x: {"h": mlp(p, x)}, STACK, inputs(), [INT8] * N, jnp.zeros(N))
+
+
+@pytest.mark.newest
+def test_offloaded_names_come_back_in_both_ways():
+    policy = hl.Policy({"gate": hl.Compress("int8"), "up": hl.Offload()})
+    for flag in (0.0, 1.0):
+        policies = (policy,) * N
+        _, found = by_flags(STACK, inputs(), jnp.full(N, flag), policies)
+        _, want = by_plan(STACK, inputs(), spelled(policies, [flag] * N))
+        assert relative(found, want) < 1e-6

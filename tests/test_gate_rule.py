@@ -65,7 +65,7 @@ def test_each_part_of_the_choice_is_needed():
     # By hand: density order is 2 (4/1), 0 (9/4), 1 (2/1); the budget^2 5.1 holds 2 and 0.
     assert flags([2, 1, 1], [9, 2, 4], 1, 5.1**0.5)[0].tolist() == [1, 0, 1]
     # The first in density order fits, the second does not, the third does: the second round.
-    assert flags([1, 3, 2], [4, 20, 8], 1, 5.1**0.5)[0].tolist() == [1, 0, 1]
+    assert flags([1, 2.2, 2], [4, 11, 8], 1, 5.1**0.5)[0].tolist() == [1, 0, 1]
     # One dense crumb keeps out the one block that matters: the best single block.
     assert flags([0.1, 3], [0.1, 20], 1, 3.001)[0].tolist() == [0, 1]
     # Equal risks: the one that saves more.

@@ -53,6 +53,9 @@ class Decoder(nnx.Module):
         linear: makes each linear map of a block; dense or LoRA by default.
         rngs: source of the initial weights.
 
+    Raises:
+        ValueError: the segments do not sum to the number of layers.
+
     Example:
         >>> config = DecoderConfig(
         ...     vocab_size=8, d_model=4, d_ff=6, n_layers=3, n_heads=1, n_kv_heads=1, head_dim=4
@@ -132,8 +135,9 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "batch seq d_model"], tuple[Array, Array, Array | None]]:
         """What `hidden` scans `blocks()` over: the first block's input, and what all share."""
         self._check(tokens, mask)
-        x, *turns = self._embed(tokens, _positions(tokens, mask))
-        return x, (*turns, mask)
+        position = jnp.arange(tokens.shape[1])[None] if mask is None else positions(mask)
+        x, cos, sin = self._embed(tokens, position)
+        return x, (cos, sin, mask)
 
     def unembedding(self) -> Float[Array, "vocab d_model"]:
         """The head's weight, storage dtype: the embedding where they are tied."""
@@ -257,10 +261,6 @@ def _stack(config: DecoderConfig, linear: LinearFactory, keys: Array) -> PyTree:
         return nnx.split(Block(config, linear=linear, rngs=nnx.Rngs(params=key)))[1]
 
     return jax.lax.map(params, keys)
-
-
-def _positions(tokens: Array, mask: Array | None) -> Array:
-    return jnp.arange(tokens.shape[1])[None] if mask is None else positions(mask)
 
 
 def _check_count(policies: tuple[Policy, ...], n_layers: int) -> None:

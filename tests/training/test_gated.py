@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ INT4 = hl.Policy({"mlp_gate": hl.Compress("int4"), "mlp_up": hl.Compress("int4")
 MIXED = hl.Policy({"mlp_gate": hl.Compress("int4"), "attn_out": hl.Store(), "q": hl.Store()})
 GC = hl.Policy({})
 COEFFICIENTS, SECONDS, RISK = np.array([0.01, 0.06]), np.array([1.0, 1.0]), 0.015
-OPTIONS = {"beta": 0.05, "temperature": 0.7}
+OPTIONS: dict[str, Any] = {"beta": 0.05, "temperature": 0.7}
 
 
 def relative(tree, reference):
@@ -113,7 +114,11 @@ def test_a_nan_exposure_or_too_many_tokens_recompute(sides, batch):
 def test_an_update_reports_its_gate_and_stays_within_the_risk(tiny, batch, quick):
     policies = (INT4, GC)
     graphdef, state = init_state(tiny(), optax.sgd(0.1), jax.random.key(0))
-    gate = {"coefficients": np.array([0.04, 1e9]), "seconds": np.ones(2), "risk": RISK}
+    gate: dict[str, Any] = {
+        "coefficients": np.array([0.04, 1e9]),
+        "seconds": np.ones(2),
+        "risk": RISK,
+    }
     update = make_gated_update(graphdef, optax.sgd(0.1), max_grad_norm=1.0, **gate, **OPTIONS)
     exact = make_actor_update(graphdef, optax.sgd(0.1), max_grad_norm=1.0, **OPTIONS)
     data = batch(micro=4)
