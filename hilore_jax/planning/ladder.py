@@ -1,6 +1,7 @@
 """A ladder of plans: the lower an update's exposure, the more may be compressed."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,7 +58,7 @@ class Ladder:
                 )
         _ = self.buckets  # its own checks
 
-    @property
+    @functools.cached_property
     def buckets(self) -> Buckets:
         """Edges, risks and shares: what the choice needs of the plans."""
         risks = (*(made.risk for made in self.plans[:-1]), 0.0)
