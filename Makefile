@@ -21,6 +21,9 @@ comma := ,
 # On a slow network, make test SMALL=1 leaves both out; the tests that need them are skipped, each with its reason.
 LARGE_EXTRAS := $(if $(SMALL),,$(comma)reference$(comma)plan-gpu)
 
+# A worker a core: compiling, which is most of a test, keeps one busy. Files stay whole, for their fixtures.
+WORKERS := -n auto --maxprocesses 4 --dist loadfile
+
 # With the plan-gpu extra on a machine without a GPU, jax would otherwise print a traceback about missing CUDA libraries.
 export JAX_SKIP_CUDA_CONSTRAINTS_CHECK := 1
 
@@ -30,7 +33,7 @@ demo: .venv/stamp-demo
 	.venv/bin/hilore demo
 
 test: .venv/stamp-test
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest $(WORKERS)
 
 lint: .venv/stamp-test
 	.venv/bin/ruff format --check .
@@ -42,7 +45,7 @@ format: .venv/stamp-test
 	.venv/bin/ruff check --fix .
 
 test-newest: .venv-newest/stamp
-	.venv-newest/bin/python -m pytest -m newest
+	.venv-newest/bin/python -m pytest -m newest $(WORKERS)
 
 install: .venv/stamp-test
 

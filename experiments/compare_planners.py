@@ -2,7 +2,8 @@
 
 For each model and target: gradient checkpointing, no rematerialization, sqrt, selective, dots,
 greedy, adacc and ours, each compiled for the target, which need not be here. Ours has chunked
-logits, and so has every other; "GC, whole logits" is what most trainers run.
+logits, and so has every other; "gc, whole logits" is what most trainers run. A curve is what the
+allocation predicts for other budgets than the plan's.
 
     python experiments/compare_planners.py                       # an hour on two cores; resumes
     python experiments/compare_planners.py --models qwen2.5-3b --targets cuda:h200
@@ -108,17 +109,45 @@ def compare(config: Config, model: str, target_name: str) -> list[dict[str, Any]
                 "share_of_lp_bound": removed / possible if possible else 1.0,
                 "compilations": len(made.trials),
                 "policies": [[n, str(policy)] for policy, n in runs(made.policies)],
+                "pareto": [[row["peak"], row["seconds"]] for row in made.pareto()],
             }
         )
     for each in rows:
-        each["fits_1.10x_gc"] = each["peak_bytes"] <= limit
+        each["fits"] = each["peak_bytes"] <= each.setdefault("budget_bytes", limit)
     return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown, a table for each model and target."""
+    parts = []
+    for model, target in dict.fromkeys((row["model"], row["target"]) for row in rows):
+        lines = [
+            f"{model} on {target}",
+            "",
+            "| planner | peak, GiB | recomputation, ms | matmul FLOPs removed | of the LP bound |",
+            "| --- | --- | --- | --- | --- |",
+        ]
+        for row in rows:
+            if (row["model"], row["target"]) != (model, target):
+                continue
+            share = row.get("share_of_lp_bound")
+            cells = (
+                row["planner"] + ("" if row["fits"] else " (over budget)"),
+                f"{row['peak_bytes'] / 2**30:.2f}",
+                f"{1e3 * row['recompute_seconds']:.1f}",
+                f"{row['removed_flops']:.1%}",
+                "" if share is None else f"{share:.1%}",
+            )
+            lines.append("| " + " | ".join(cells) + " |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Peak memory against modelled recompute time, a panel for each model and target."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
 
     cases = list(dict.fromkeys((row["model"], row["target"]) for row in rows))
     targets = list(dict.fromkeys(target for _, target in cases))
@@ -131,6 +160,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for row in rows:
         ours = row["planner"].startswith("hilore")
         axis = axes[targets.index(row["target"])][models.index(row["model"])]
+        if pareto := row.get("pareto"):
+            curve = [(peak / 2**30, 1e3 * seconds) for peak, seconds in pareto]
+            axis.plot(*zip(*curve, strict=True), color="#d55e00", linewidth=1, alpha=0.6)
         axis.plot(
             row["peak_bytes"] / 2**30,
             1e3 * row["recompute_seconds"],
@@ -144,14 +176,15 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axis.set_title(f"{model} on {target}")
             axis.set_xlabel("compiled peak, GiB")
             axis.set_ylabel("recomputation, ms a microbatch (modelled)")
-            axis.set_xscale("log")
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter(ScalarFormatter())
             axis.grid(alpha=0.3)
     axes[0][0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
 def main(config: Config) -> None:
-    """Compares what is not yet in the results, and draws all of them."""
+    """Compares what is not yet in the results, draws all of them, and prints the models' tables."""
     out = Path(config.out)
     done = json.loads(out.read_text())["rows"] if out.exists() else []
     for model in config.models:
@@ -171,6 +204,7 @@ def main(config: Config) -> None:
             }
             write_whole(out, json.dumps(about, indent=1) + "\n")
     draw(done, out.with_suffix(".png"))
+    print(table([row for row in done if row["model"] in config.models]))
 
 
 if __name__ == "__main__":

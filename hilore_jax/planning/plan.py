@@ -162,7 +162,11 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON; a reader never sees half of it."""
-        fields = {
+        write_whole(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
             "schema": SCHEMA,
             "policies": [[n, json.loads(p.to_json())] for p, n in runs(self.policies)],
@@ -174,7 +178,6 @@ class Plan:
             "memory": self.memory.to_dict(),
             "trials": [dataclasses.asdict(trial) for trial in self.trials],
         }
-        write_whole(Path(path), json.dumps(fields, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path, found: Mapping[str, str] | None = None) -> "Plan":
@@ -187,10 +190,25 @@ class Plan:
         Raises:
             ValueError: not a plan, of a newer schema, or made for another situation.
         """
+        try:
+            fields = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(f"{path} is not a plan file: {error!r}.") from None
+        return cls.from_dict(fields, path, found)
+
+    @classmethod
+    def from_dict(
+        cls, fields: dict[str, Any], path: str | Path, found: Mapping[str, str] | None = None
+    ) -> "Plan":
+        """The inverse of `to_dict`; `path` is where the values were read, for errors.
+
+        Raises:
+            ValueError: as `load`.
+        """
         import jax
 
         try:
-            fields = json.loads(Path(path).read_text())
+            fields = dict(fields)
             schema = fields.pop("schema")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{path} is not a plan file: {error!r}.") from None
