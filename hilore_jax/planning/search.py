@@ -108,7 +108,8 @@ class Search:
             (p for p, memory in self.done.items() if memory.peak <= self.limit),
             key=lambda p: (self._seconds(p), self.kept(p)),
         )
-        if abs(self.predict(best) / self.done[best].peak - 1) > _MARGIN / 2:
+        alone = len(self.done) <= 3  # beside GC and the last candidate
+        if alone and abs(self.predict(best) / self.done[best].peak - 1) > _MARGIN / 2:
             self._fits(_neighbour(best))  # what such entries need, for predictions from now on
         return best, self.done[best], self.predict(best)
 
