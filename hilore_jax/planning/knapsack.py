@@ -18,6 +18,7 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
+from hilore_jax.planning.beam import beam
 from hilore_jax.planning.enumeration import Frame, candidates
 from hilore_jax.planning.rounding import rounded
 
@@ -26,6 +27,7 @@ _ROW, _SCALE = 1e2, 1e4
 _TIE = 1e-9  # costs that differ by less, relative, are ties
 _RETRIES = 8
 _NODES = 60_000  # of HiGHS's search, times open items: deterministic, unlike a time limit
+_KINDS = 6  # different groups up to which HiGHS searches
 _TIED = 500  # open items up to which ties are searched for
 
 
@@ -112,12 +114,19 @@ def solve(problem: Knapsack) -> Solution | None:
     fractional = _relaxation(problem)
     if fractional is None:
         return None
-    _, lower, reduced = fractional
+    weights, lower, reduced = fractional
     cost = problem.cost / _unit(problem)
     known = rounded(problem.group, problem.size, cost, *problem.rows(), reduced)
     if known is not None and not problem.fits(known):
         known = None
+    if len(problem.size) > _KINDS:
+        # A tree over so many different groups takes seconds and gains less than the bound's gap.
+        near = beam(problem.group, problem.size, cost, *problem.rows(), weights, reduced)
+        fits = [c for c in (known, near) if c is not None and problem.fits(c)]
+        known = min(fits, key=problem.cost_of, default=None)
     counts = _enumerated(problem, known, fractional)
+    if counts is None and known is not None and len(problem.size) > _KINDS:
+        counts = known
     if counts is None:
         counts = _searched(problem, known, lower, reduced)
     if counts is None:
