@@ -198,7 +198,7 @@ class Plan:
 
     @classmethod
     def from_dict(
-        cls, fields: dict[str, Any], path: str | Path, found: Mapping[str, str] | None = None
+        cls, fields: Any, path: str | Path, found: Mapping[str, str] | None = None
     ) -> "Plan":
         """The inverse of `to_dict`; `path` is where the values were read, for errors.
 
