@@ -195,7 +195,7 @@ def test_one_executable_measures_everything():
 
 
 def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
-    calls, limit = [], [11]
+    full, calls, limit = calibrated(), [], [11]
 
     class Stopping(module._Probe):
         def __call__(self, *args, **kwargs):
@@ -208,7 +208,6 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
     call = functools.partial(
         hl.calibrate, loss, STACK, blocks=BLOCKS, policies=ENTRIES, resume=tmp_path / "part.json"
     )
-    full = calibrated()
     with pytest.raises(KeyboardInterrupt):
         call(DATA, count=M, per_update=2, passes=40)
     calls.clear()
