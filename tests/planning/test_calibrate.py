@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import hilore_jax as hl
 from blocks import D, mlp, params, relative
+from hilore_jax import codecs
 from hilore_jax.intervene import Interventions, decoded_errors
 from hilore_jax.planning import calibrate as module
 from hilore_jax.planning.calibrated import calibrated_menu
@@ -103,13 +105,11 @@ def test_decoded_errors_against_numpy():
     x = np.array([[1.0, -0.3, 0.26], [0.1, 2.0, 0.7]], np.float32)
 
     def block(x):
-        return jax.ad_checkpoint.checkpoint_name(x, "a") + jax.ad_checkpoint.checkpoint_name(
-            2 * x, "b"
-        )
+        return checkpoint_name(x, "a") + checkpoint_name(2 * x, "b")
 
     policy = hl.Policy({"a": hl.Compress("int8", tile=None), "b": hl.Store()})
     own, paper = decoded_errors(policy, block, jnp.asarray(x))
-    decoded = np.asarray(hl.codecs.round_trip(jnp.asarray(x), "int8", axis=-1, tile=None))
+    decoded = np.asarray(codecs.round_trip(jnp.asarray(x), "int8", axis=-1, tile=None))
     gap = np.linalg.norm(decoded - x)
     assert own == pytest.approx(gap / np.linalg.norm(x), rel=1e-5) and own > 1e-4
     both = math.hypot(np.linalg.norm(x), np.linalg.norm(2 * x))

@@ -65,7 +65,7 @@ def test_the_commands_in_order(graded, tmp_path, capsys):
 def test_rollouts_without_a_difference_are_named(graded):
     flat = dataclasses.replace(graded.task, score=lambda answer, item: 1.0)
     config = CalibrateConfig(**SIZES).training()
-    with pytest.raises(ValueError, match="of 12 prompts .* only 0 have rewards that differ"):
+    with pytest.raises(ValueError, match=r"of 12 prompts .* only 0 have rewards that differ"):
         real_updates(config, dataclasses.replace(graded, task=flat), 1)
     found = real_updates(config, graded, 1)
     assert found.updates[0].tokens.shape == (2, 2, 16)
@@ -77,7 +77,7 @@ def test_settings_are_checked_before_sampling(tmp_path):
         run_calibrate(CalibrateConfig(**SIZES, microbatches=3))
     with pytest.raises(ValueError, match="group must be >= 2"):
         run_calibrate(CalibrateConfig(group=1))
-    with pytest.raises(ValueError, match="plan 'none.json' is not a file"):
+    with pytest.raises(ValueError, match="plan 'none\\.json' is not a file"):
         hl_check(TrainConfig(plan="none.json", run_dir=str(tmp_path)))
 
 
