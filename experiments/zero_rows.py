@@ -127,7 +127,7 @@ def measure(quick: bool, turns: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints a table and writes the JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model, for tests")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "zero_rows.json"))

@@ -6,6 +6,8 @@ from hilore_jax.compiler import compiler_options
 from hilore_jax.explain import Explanation, explain
 from hilore_jax.gate import gated_blocks
 from hilore_jax.planning.budget import Budget
+from hilore_jax.planning.calibrate import calibrate
+from hilore_jax.planning.calibration import Calibration
 from hilore_jax.planning.ladder import Ladder, plan_ladder
 from hilore_jax.planning.plan import Blocks, Plan
 from hilore_jax.planning.solve import plan
@@ -17,6 +19,7 @@ __all__ = [
     "Action",
     "Blocks",
     "Budget",
+    "Calibration",
     "Compress",
     "Explanation",
     "Ladder",
@@ -25,6 +28,7 @@ __all__ = [
     "Policy",
     "Recompute",
     "Store",
+    "calibrate",
     "compiler_options",
     "disabled",
     "explain",

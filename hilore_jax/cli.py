@@ -15,6 +15,8 @@ COMMANDS = {
     "train": "GRPO on a verifiable task, each update under a remat policy",
     "demo": "three updates of SmolLM2 under GC and under a compressed policy, compared",
     "plan": "the policies that recompute least in a memory budget, for a device here or not",
+    "calibrate": "measured risks of compression for a model, on its own rollouts",
+    "accept": "whether a plan keeps its memory and its gradient error on real updates",
     "explain": "what a policy saves and recomputes in one block of a model, or a plan file",
     "bench": "memory and speed against jax.checkpoint and plain code",
     "doctor": "versions, devices, and which extras are installed",
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments after the program's name; the process's when None.
 
     Returns:
-        Exit status: 0 done, 2 wrong input, 130 or 143 stopped by SIGINT or SIGTERM.
+        Exit status: 0 done, 1 a rejected plan, 2 wrong input, 130 or 143 stopped by a signal.
     """
     # jax's CUDA plugin, where it is installed without a GPU, would print a traceback as it loads.
     # On a machine with one its check of CUDA's libraries stays on.
@@ -119,6 +121,20 @@ def _plan(argv: Sequence[str]) -> None:
     from hilore_jax.training.plan_command import PlanConfig, run_plan
 
     run_plan(_parse(PlanConfig, "plan", argv))
+
+
+def _calibrate(argv: Sequence[str]) -> None:
+    from hilore_jax.training.calibrate_command import CalibrateConfig, run_calibrate
+
+    run_calibrate(_parse(CalibrateConfig, "calibrate", argv))
+
+
+def _accept(argv: Sequence[str]) -> int:
+    from hilore_jax.training.accept_command import AcceptOptions, run_accept
+
+    if argv and not argv[0].startswith("-"):
+        argv = ["--plan", *argv]
+    return 0 if run_accept(_parse(AcceptOptions, "accept", argv)).accepted else 1
 
 
 def _explain(argv: Sequence[str]) -> None:

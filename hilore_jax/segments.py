@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from hilore_jax import arguments
 from hilore_jax.actions import Policy
+from hilore_jax.intervene import Interventions
 from hilore_jax.remat import check_policy, decorator, is_disabled
 
 
@@ -118,7 +119,7 @@ def scan_blocks(
             stacks in order, one for each segment. Cutting one stack where policies change copies
             it; stacks held in the segments of the policies are not copied.
         x: the first block's input, any pytree; every block returns the same shapes and dtypes.
-        policies: one for each block.
+        policies: one for each block, or `hilore_jax.intervene.Interventions`.
         *shared: arguments that every block reads: arrays and trees of them. Close over anything
             else, `functools.partial(block_fn, causal=True)`.
 
@@ -136,6 +137,8 @@ def scan_blocks(
         >>> scan_blocks(lambda w, x: x @ w, w, jnp.ones((1, 2)), [Policy({})] * 3).tolist()
         [[1.0, 1.0]]
     """
+    if isinstance(policies, Interventions):
+        return policies.scan(block_fn, stacked_params, x, shared)
 
     def block_under(policy: Policy) -> Callable[..., Any]:
         decorate = decorator(policy, caller="hl.scan_blocks")

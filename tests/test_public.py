@@ -52,6 +52,7 @@ FLOORS = {
     "gate": 2,
     "gate_rule": 2,
     "gated_scan": 2,
+    "intervene": 2,
     "grpo": 2,
     "logra": 2,
     "models": 3,

@@ -23,6 +23,7 @@ a loader fills it with `nnx.update(decoder, state)` or `variable.set_value(array
 """
 
 import functools
+from collections.abc import Sized
 from itertools import groupby
 
 import jax
@@ -32,6 +33,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from hilore_jax.actions import Policy, Store
+from hilore_jax.intervene import Interventions
 from hilore_jax.models.block import Block, BlockFn, RMSNorm
 from hilore_jax.models.cache import Cache, decode_blocks, prefill_blocks
 from hilore_jax.models.config import DecoderConfig
@@ -108,7 +110,7 @@ class Decoder(nnx.Module):
         tokens: Int[Array, "batch seq"],
         mask: Bool[Array, "batch seq"] | None = None,
         *,
-        policies: tuple[Policy, ...] | None = None,
+        policies: tuple[Policy, ...] | Interventions | None = None,
     ) -> Float[Array, "batch seq d_model"]:
         """Hidden states after the final norm, in the compute dtype.
 
@@ -263,7 +265,7 @@ def _stack(config: DecoderConfig, linear: LinearFactory, keys: Array) -> PyTree:
     return jax.lax.map(params, keys)
 
 
-def _check_count(policies: tuple[Policy, ...], n_layers: int) -> None:
+def _check_count(policies: Sized, n_layers: int) -> None:
     if len(policies) != n_layers:
         raise ValueError(
             f"found {len(policies)} policies for {n_layers} blocks, expected one policy a block"

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hilore_jax.actions import Policy
-from hilore_jax.planning.knapsack import Knapsack, solve
+from hilore_jax.planning.knapsack import solve
 from hilore_jax.planning.menu import Entry
+from hilore_jax.planning.problem import Knapsack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +82,8 @@ def allocate(
     (arXiv 2609.33570, allocation; squares because errors were measured to add so.) Ties in seconds,
     to one part in 1e9, take less risk, then fewer bytes, then fewer segments. Blocks of one menu
     are interchangeable and counted together: pass the same tuple for each. Then the result is the
-    optimum and seconds never grow with a budget; many different menus are searched as far as a
-    fixed number of nodes, and `bound_seconds` says how much could be left.
+    optimum and seconds never grow with a budget; more than a handful of different menus are
+    searched near the relaxation's prices, and `bound_seconds` says how much could be left.
 
     Args:
         menus: a block's entries, one sequence a block. An entry of infinite risk is never taken.

@@ -10,22 +10,23 @@ no solution better than a good rounding can hold. What is left is enumerated whe
 given to HiGHS's branch and bound where it is much.
 """
 
-import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
+from hilore_jax.planning.beam import beam
 from hilore_jax.planning.enumeration import Frame, candidates
+from hilore_jax.planning.problem import Knapsack, starts
 from hilore_jax.planning.rounding import rounded
 
-# Largest coefficients after scaling; HiGHS allows rows and the objective's gap 1e-6, absolute.
-_ROW, _SCALE = 1e2, 1e4
+# Largest cost after scaling; HiGHS allows rows and the objective's gap 1e-6, absolute.
+_SCALE = 1e4
 _TIE = 1e-9  # costs that differ by less, relative, are ties
 _RETRIES = 8
 _NODES = 60_000  # of HiGHS's search, times open items: deterministic, unlike a time limit
+_KINDS = 6  # different groups up to which HiGHS searches
 _TIED = 500  # open items up to which ties are searched for
 
 
@@ -34,63 +35,6 @@ class Solution(NamedTuple):
 
     counts: np.ndarray
     bound: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Knapsack:
-    """Items by group, and the budgets.
-
-    Attributes:
-        group: `[items]`, ascending from 0.
-        size: `[groups]`, members of each group.
-        cost: `[items]`, seconds, finite and not negative.
-        nbytes: `[items]`, whole bytes, int64.
-        risk: `[items]`, what adds up against `limit`, finite and not negative.
-        memory: bytes.
-        limit: budget of the sum of risks.
-    """
-
-    group: np.ndarray
-    size: np.ndarray
-    cost: np.ndarray
-    nbytes: np.ndarray
-    risk: np.ndarray
-    memory: int
-    limit: float
-
-    def bytes_of(self, counts: np.ndarray) -> int:
-        """Exact bytes."""
-        return sum(int(n) * int(b) for n, b in zip(counts, self.nbytes, strict=True) if n)
-
-    def risk_of(self, counts: np.ndarray) -> float:
-        """The correctly rounded sum of risks."""
-        return math.fsum(np.repeat(self.risk, counts))
-
-    def cost_of(self, counts: np.ndarray) -> float:
-        """The correctly rounded sum of costs."""
-        return math.fsum(np.repeat(self.cost, counts))
-
-    def fits(self, counts: np.ndarray) -> bool:
-        """Whether the counts are complete and keep both budgets, without any tolerance."""
-        members = np.bincount(self.group, counts, len(self.size))
-        return (
-            bool(np.all(counts >= 0) and np.array_equal(members, self.size))
-            and self.bytes_of(counts) <= self.memory
-            and self.risk_of(counts) <= self.limit
-        )
-
-    def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Both budgets as scaled `[2, items]` and `[2]`; what every choice pays is taken off."""
-        starts = _starts(self.group)
-        least = np.minimum.reduceat(self.nbytes, starts)
-        above = self.nbytes - least[self.group]
-        spare = self.memory - sum(int(n) * int(b) for n, b in zip(self.size, least, strict=True))
-        matrix = np.stack([above.astype(float), self.risk])
-        most = self.size @ np.stack([np.maximum.reduceat(row, starts) for row in matrix], axis=1)
-        budgets = np.minimum([float(spare), self.limit], 2 * most + 1)  # infinity is not scaled
-        top = np.max(matrix, axis=1, initial=0.0)
-        scale = _ROW / np.where(top > 0, top, _ROW)
-        return matrix * scale[:, None], budgets * scale
 
 
 def solve(problem: Knapsack) -> Solution | None:
@@ -112,12 +56,19 @@ def solve(problem: Knapsack) -> Solution | None:
     fractional = _relaxation(problem)
     if fractional is None:
         return None
-    _, lower, reduced = fractional
+    weights, lower, reduced = fractional
     cost = problem.cost / _unit(problem)
     known = rounded(problem.group, problem.size, cost, *problem.rows(), reduced)
     if known is not None and not problem.fits(known):
         known = None
+    if len(problem.size) > _KINDS:
+        # A tree over so many different groups takes seconds and gains less than the bound's gap.
+        near = beam(problem.group, problem.size, cost, *problem.rows(), weights, reduced)
+        fits = [c for c in (known, near) if c is not None and problem.fits(c)]
+        known = min(fits, key=problem.cost_of, default=None)
     counts = _enumerated(problem, known, fractional)
+    if counts is None and known is not None and len(problem.size) > _KINDS:
+        counts = known
     if counts is None:
         counts = _searched(problem, known, lower, reduced)
     if counts is None:
@@ -139,10 +90,6 @@ def _searched(
     if counts is None:
         return None
     return _break_ties(problem, counts, _open(problem, counts, lower, reduced))
-
-
-def _starts(group: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(np.diff(group, prepend=-1))
 
 
 def _unit(problem: Knapsack) -> float:
@@ -191,8 +138,7 @@ def _relaxation(problem: Knapsack) -> tuple[np.ndarray, float, np.ndarray] | Non
     weights = np.maximum(-found.ineqlin.marginals, 0.0)
     # The bound holds for any weights (weak duality), so it owes nothing to HiGHS's tolerances.
     priced = cost + weights @ matrix
-    starts = _starts(problem.group)
-    least = np.minimum.reduceat(priced, starts)
+    least = np.minimum.reduceat(priced, starts(problem.group))
     lower = float(problem.size @ least - weights @ budgets)
     return weights, lower, priced - least[problem.group]
 
@@ -209,7 +155,7 @@ def _enumerated(
     """
     weights, lower, reduced = fractional
     cost = problem.cost / _unit(problem)
-    most = float(problem.size @ np.maximum.reduceat(cost, _starts(problem.group)))
+    most = float(problem.size @ np.maximum.reduceat(cost, starts(problem.group)))
     farthest = max(most - lower, _TIE) if known is None else _slack(problem, known, lower)
     slack = farthest * 2.0 ** -(20 if known is None else 4)
     while True:

@@ -1,19 +1,21 @@
 """`Plan`: the policies of an update, what was compiled to prove that they fit, and where from."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hilore_jax.actions import Policy
-from hilore_jax.planning.allocate import allocate
+from hilore_jax.planning.allocate import allocate, total_risk
 from hilore_jax.planning.fingerprint import differences
 from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.menu import Entry
+from hilore_jax.planning.menus import BlockRisks, block_menus, from_nulls, to_nulls
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had neither risks by block nor acceptance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,12 @@ class Plan:
         cost: "modelled" (roofline) or "measured".
         fingerprint: what the plan holds for.
         trials: everything compiled.
+        block_risks: `[blocks][entries]`, the risk of each menu entry in each block, from a
+            calibration; None: `Entry.risk` holds for every block.
+        exposure: what those risks are for.
+        paper: risks add linearly, as in the paper.
+        accepted: whether complete updates kept its budgets; None: not tried.
+        acceptance: what was found then.
     """
 
     policies: tuple[Policy, ...]
@@ -82,12 +90,22 @@ class Plan:
     cost: str
     fingerprint: dict[str, str]
     trials: tuple[Trial, ...]
+    block_risks: BlockRisks | None = None
+    exposure: float | None = None
+    paper: bool = False
+    accepted: bool | None = None
+    acceptance: dict[str, Any] | None = None
+
+    @functools.cached_property
+    def menus(self) -> tuple[tuple[Entry, ...], ...]:
+        """Each block's menu, with its own risks."""
+        return block_menus(self.menu, self.block_risks, len(self.policies))
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """The menu entry of each block."""
-        by_policy = {entry.policy: entry for entry in self.menu}
-        return tuple(by_policy[policy] for policy in self.policies)
+        pairs = zip(self.menus, self.policies, strict=True)
+        return tuple(next(e for e in menu if e.policy == policy) for menu, policy in pairs)
 
     @property
     def recompute_seconds(self) -> float:
@@ -103,7 +121,7 @@ class Plan:
     @property
     def risk(self) -> float:
         """Predicted relative error of the whole gradient: root of the summed squares."""
-        return sum(entry.risk**2 for entry in self.entries) ** 0.5
+        return total_risk((entry.risk for entry in self.entries), paper=self.paper)
 
     def __str__(self) -> str:
         return self.explain()
@@ -128,8 +146,9 @@ class Plan:
         full = count * max(entry.flops for entry in self.menu)
         rows: list[dict[str, float]] = []
         for i in range(points + 1):
-            found = allocate([self.menu] * count, most * i // points, self.risk_budget)
-            chosen = [self.menu[c] for c in found.choices]
+            spare = most * i // points
+            found = allocate(self.menus, spare, self.risk_budget, paper=self.paper)
+            chosen = [menu[c] for menu, c in zip(self.menus, found.choices, strict=True)]
             row = {
                 "peak": float(offset + found.nbytes if found.nbytes else self.gc.peak),
                 "seconds": found.seconds,
@@ -171,12 +190,17 @@ class Plan:
             "schema": SCHEMA,
             "policies": [[n, json.loads(p.to_json())] for p, n in runs(self.policies)],
             "menu": [
-                {**dataclasses.asdict(e), "policy": json.loads(e.policy.to_json())}
+                {
+                    **dataclasses.asdict(e),
+                    "policy": json.loads(e.policy.to_json()),
+                    "risk": to_nulls(((e.risk,),))[0][0],
+                }
                 for e in self.menu
             ],
             "gc": self.gc.to_dict(),
             "memory": self.memory.to_dict(),
             "trials": [dataclasses.asdict(trial) for trial in self.trials],
+            "block_risks": to_nulls(self.block_risks),
         }
 
     @classmethod
@@ -198,7 +222,7 @@ class Plan:
 
     @classmethod
     def from_dict(
-        cls, fields: dict[str, Any], path: str | Path, found: Mapping[str, str] | None = None
+        cls, fields: Any, path: str | Path, found: Mapping[str, str] | None = None
     ) -> "Plan":
         """The inverse of `to_dict`; `path` is where the values were read, for errors.
 
@@ -212,7 +236,7 @@ class Plan:
             schema = fields.pop("schema")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{path} is not a plan file: {error!r}.") from None
-        if schema != SCHEMA:
+        if schema not in (1, SCHEMA):
             raise ValueError(
                 f"{path} has plan schema {schema}, this hilore_jax reads {SCHEMA}: "
                 + ("install a newer hilore_jax." if schema > SCHEMA else "plan again.")
@@ -224,11 +248,18 @@ class Plan:
                 for policy in [Policy.from_json(json.dumps(text))] * n
             )
             fields["menu"] = tuple(
-                Entry(**{**e, "policy": Policy.from_json(json.dumps(e["policy"]))})
+                Entry(
+                    **{
+                        **e,
+                        "policy": Policy.from_json(json.dumps(e["policy"])),
+                        "risk": from_nulls(((e["risk"],),))[0][0],
+                    }
+                )
                 for e in fields["menu"]
             )
             fields["gc"], fields["memory"] = (Memory.from_dict(fields[k]) for k in ("gc", "memory"))
             fields["trials"] = tuple(Trial(**trial) for trial in fields["trials"])
+            fields["block_risks"] = from_nulls(fields.get("block_risks"))
             plan = cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is a damaged plan file: {error!r}. Plan again.") from None

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from hilore_jax.actions import Offload, Policy
-from hilore_jax.planning.allocate import allocate
+from hilore_jax.planning.allocate import Allocation
 from hilore_jax.planning.memory import Memory, TargetMemoryError
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.plan import Trial, runs
@@ -46,7 +46,7 @@ class Search:
         menu: the block's entries.
         count: blocks.
         limit: bytes that the peak may be.
-        risk: budget of gradient error.
+        choose: the best allocation within `memory` bytes and the risk budget.
         gc: memory with every block recomputed.
         compiled: compiles a candidate.
         devices: that may divide kept bytes among them.
@@ -57,12 +57,12 @@ class Search:
         menu: tuple[Entry, ...],
         count: int,
         limit: int,
-        risk: float,
+        choose: Callable[..., Allocation],
         gc: Memory,
         compiled: Callable[[Policies], Memory],
         devices: int = 1,
     ):
-        self.menu, self.count, self.limit, self.risk = menu, count, limit, risk
+        self.menu, self.count, self.limit, self.choose = menu, count, limit, choose
         self.gc, self.compiled, self.devices = gc, compiled, devices
         self.done: dict[Policies, Memory] = {(Policy({}),) * count: gc}
         self.refused: set[Policies] = set()
@@ -169,8 +169,7 @@ class Search:
         self.trials.append(Trial(describe(policies), predicted, memory.peak, fits))
 
     def _choose(self, spare: int) -> Policies:
-        found = allocate([self.menu] * self.count, max(0, spare), self.risk)
-        return tuple(self.menu[c].policy for c in found.choices)
+        return self.choose(memory=max(0, spare)).policies
 
     def _seconds(self, policies: Policies) -> float:
         return sum(self.entry[policy].seconds for policy in policies)

@@ -2,16 +2,19 @@
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hilore_jax.actions import Compress, Policy
 from hilore_jax.planning.allocate import allocate
+from hilore_jax.planning.bar import Bar
 from hilore_jax.planning.budget import Budget
+from hilore_jax.planning.calibrated import calibrated_menu
+from hilore_jax.planning.calibration import Calibration, check_exposure, model_fingerprint
 from hilore_jax.planning.fingerprint import fingerprint
 from hilore_jax.planning.memory import Memory, compiled_memory
 from hilore_jax.planning.menu import block_menu
+from hilore_jax.planning.menus import block_menus
 from hilore_jax.planning.plan import Blocks, Plan
 from hilore_jax.planning.risks import default_risk, recommended_codecs
 from hilore_jax.planning.search import Search, describe
@@ -34,6 +37,8 @@ def plan(
     codecs: Sequence[Compress] | None = None,
     risks: Callable[[str, Compress], float] = default_risk,
     offload: bool = False,
+    calibration: Calibration | None = None,
+    exposure: float | None = None,
     progress: bool | None = None,
 ) -> Plan:
     """The policies, one a block, that recompute least within two budgets on a target device.
@@ -58,6 +63,9 @@ def plan(
         codecs: what a name may be compressed with; default: those of the risk table.
         risks: relative gradient error of compressing one name in one block.
         offload: also consider keeping names in pinned host memory.
+        calibration: measured risks, block by block, in place of `risks`; what it did not measure
+            is not used. The risk budget is then one microbatch's: its share of the update's.
+        exposure: of the microbatches to plan for; default: the calibration's median.
         progress: show a bar over compilations; default: on a terminal.
 
     Returns:
@@ -65,7 +73,8 @@ def plan(
 
     Raises:
         ValueError: the budget is below what recomputing everything needs (says how much that is),
-            a target or name is unknown, or the peak does not depend on the policies.
+            a target or name is unknown, the peak does not depend on the policies, or the
+            calibration is of another model's shape.
 
     Example:
         >>> import jax, jax.numpy as jnp, hilore_jax as hl
@@ -93,6 +102,9 @@ def plan(
         )
     arguments = args if callable(args) else lambda policies: args
     all_recomputed = (Policy({}),) * blocks.count
+    if calibration is not None:  # before anything long
+        calibration.check(model_fingerprint(blocks))
+        exposure = calibration.exposure if exposure is None else check_exposure(exposure)
     menu = block_menu(
         blocks.fn,
         *blocks.args,
@@ -102,7 +114,13 @@ def plan(
         argnums=blocks.argnums,
         offload=offload,
     )
-    with _Bar(progress) as bar:
+    block_risks, paper = None, False
+    if calibration is not None:
+        menu, block_risks = calibrated_menu(menu, blocks, device, calibration, exposure, codecs)
+        paper = calibration.form == "paper"
+    menus = block_menus(menu, block_risks, blocks.count)
+    choose = functools.partial(allocate, menus, risk=budget.risk, paper=paper)
+    with Bar(progress, _COMPILATIONS) as bar:
 
         def compiled(policies: tuple[Policy, ...], fn: Update = update) -> Memory:
             bar.step(describe(policies))
@@ -119,10 +137,10 @@ def plan(
             limit = int(budget.times_gc * baseline)
         # A TPU's compiler refuses what its device cannot hold: no budget reaches beyond that.
         most = min(limit, device.memory) if device.platform == "tpu" else limit
-        search = Search(menu, blocks.count, most, budget.risk, gc, compiled, device.count)
+        search = Search(menu, blocks.count, most, choose, gc, compiled, device.count)
         spent = 1 if budget.baseline is None else 2
         policies, memory, predicted = search.run(_COMPILATIONS - spent)
-    found = allocate([menu] * blocks.count, search.spare(policies), budget.risk)
+    found = choose(memory=search.spare(policies))
     return Plan(
         policies=policies,
         menu=menu,
@@ -143,29 +161,7 @@ def plan(
             target=device.name,
         ),
         trials=tuple(search.trials),
+        block_risks=block_risks,
+        exposure=None if calibration is None else exposure,
+        paper=paper,
     )
-
-
-class _Bar:
-    """A bar over compilations on a terminal, nothing elsewhere."""
-
-    def __init__(self, wanted: bool | None):
-        self._wanted = sys.stderr.isatty() if wanted is None else wanted
-        self._bar: Any = None
-
-    def __enter__(self) -> "_Bar":
-        if self._wanted:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=_COMPILATIONS, unit="compilation", leave=False)
-        return self
-
-    def step(self, what: str) -> None:
-        """Announces the next compilation."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(what[:60])
-            self._bar.update()
-
-    def __exit__(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.close()

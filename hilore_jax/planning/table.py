@@ -11,14 +11,15 @@ from hilore_jax.planning.plan import Plan, runs
 def plan_table(plan: Plan) -> str:
     """The table that `Plan.explain()` prints."""
     names = sorted({name for entry in plan.menu for name in entry.policy})
-    by_policy = {entry.policy: entry for entry in plan.menu}
+    entries = plan.entries
     slowest = max(entry.seconds for entry in plan.menu)
     head = ["blocks", *names, "kept/block", "ms saved/block", "TFLOP recomputed", "risk/block"]
     rows = [head]
     first = 0
     for policy, count in runs(plan.policies):
-        entry = by_policy[policy]
+        entry = entries[first]
         last = first + count - 1
+        risk = max(e.risk for e in entries[first : last + 1])
         rows.append(
             [
                 f"{first}-{last}" if last > first else str(first),
@@ -26,7 +27,7 @@ def plan_table(plan: Plan) -> str:
                 format_bytes(entry.nbytes),
                 f"{1e3 * (slowest - entry.seconds):.3f}",
                 f"{entry.flops / 1e12:.3f}",
-                f"{entry.risk:.4f}",
+                f"{risk:.4f}",
             ]
         )
         first += count
@@ -41,7 +42,7 @@ def plan_table(plan: Plan) -> str:
         f"recompute: {plan.recompute_seconds:.4f} s a microbatch ({plan.cost}), "
         f"{_bound(plan)}; {100 * plan.removed_flops:.1f} % of GC's recomputed matmul FLOPs removed"
     )
-    lines.append(f"risk: {plan.risk:.4f} of {plan.risk_budget:g}")
+    lines.append(f"risk: {plan.risk:.4f} of {plan.risk_budget:g}{_calibrated(plan)}")
     lines.append(why_not_better(plan))
     return "\n".join(lines)
 
@@ -73,17 +74,19 @@ def why_not_better(plan: Plan) -> str:
     fastest = min(plan.menu, key=lambda entry: (entry.seconds, entry.nbytes))
     if all(entry.seconds <= fastest.seconds for entry in entries):
         return "no block can be faster with any entry of the menu"
-    slow = max(entries, key=lambda entry: entry.seconds)
-    better = [entry for entry in plan.menu if entry.seconds < slow.seconds]
+    block = max(range(len(entries)), key=lambda b: entries[b].seconds)
+    slow = entries[block]
+    better = [entry for entry in plan.menus[block] if entry.seconds < slow.seconds]
     step = min(better, key=lambda entry: max(0, entry.nbytes - slow.nbytes))
     more = step.nbytes - slow.nbytes
     left = plan.budget - plan.memory.peak
-    squares = plan.risk**2 - slow.risk**2 + step.risk**2
+    power = 1 if plan.paper else 2
+    total = (plan.risk**power - slow.risk**power + step.risk**power) ** (1 / power)
     reasons = []
     if more > left:
         reasons.append(f"{format_bytes(more)} more are needed, {format_bytes(left)} are left")
-    if squares > plan.risk_budget**2:
-        reasons.append(f"the risk would be {squares**0.5:.4f}")
+    if total > plan.risk_budget:
+        reasons.append(f"the risk would be {total:.4f}")
     because = " and ".join(reasons) or "it gains less than the search resolves"
     return (
         f"why not the next better: one more block from [{slow.policy}] to [{step.policy}]: "
@@ -104,6 +107,16 @@ def _memory(plan: Plan) -> list[str]:
         f"{format_bytes(memory.outputs - memory.aliased)}, host {format_bytes(memory.host)}; "
         f"the compiler's own peak {format_bytes(memory.xla_peak)}",
     ]
+
+
+def _calibrated(plan: Plan) -> str:
+    """Where the risks are from, where they are measured, and what acceptance found."""
+    words = "" if plan.block_risks is None else f", calibrated, at exposure {plan.exposure:.4g}"
+    if plan.paper:
+        words += ", added linearly"
+    if plan.acceptance is not None:
+        words += f"; {'accepted' if plan.accepted else 'rejected'}: {plan.acceptance['reason']}"
+    return words
 
 
 def _bound(plan: Plan) -> str:

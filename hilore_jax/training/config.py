@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +37,10 @@ class TrainConfig:
     """Leave rows out that cannot move the policy: zero advantage with beta 0, or all masked."""
     pack_by_exposure: bool = False
     """Sort rows into microbatches by exposure, so that calm ones may compress more."""
+    plan: str = ""
+    """A plan's JSON file; its policies go before `policy`."""
+    allow_rejected: bool = False
+    """Use a plan that `hilore accept` rejected."""
     prompts: int = 4
     """Prompts an update."""
     group: int = 8
@@ -97,8 +102,14 @@ class TrainConfig:
         """The settings that a continued run must share with its beginning, plain JSON values."""
         settings = {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
         # A policy file's content counts, not its name.
+        settings = {k: v for k, v in settings.items() if k not in ("plan", "allow_rejected")}
+        planned = {"plan": _policies_of(self.plan)} if self.plan else {}
         ladder = hashlib.sha256(Path(self.ladder).read_bytes()).hexdigest() if self.ladder else ""
-        return settings | {"policy": str(self.parsed_policy), "ladder": ladder}
+        return settings | {"policy": str(self.parsed_policy), "ladder": ladder} | planned
+
+
+def _policies_of(path: str) -> list[Any]:
+    return json.loads(Path(path).read_text())["policies"]
 
 
 def faults(config: TrainConfig) -> list[str]:
@@ -147,6 +158,8 @@ def faults(config: TrainConfig) -> list[str]:
             found.append(f"{name}: {error}")
     if config.ladder:
         found += _ladder_faults(config)
+    if config.plan and not Path(config.plan).is_file():
+        found.append(f"plan '{config.plan}' is not a file; write one with hilore plan --out")
     return found + _folder_faults(Path(config.run_dir), config.resume)
 
 

@@ -44,6 +44,41 @@ def make_micro_gradients(
         the parameters' dtype, of losses divided by the whole update's tokens (methods 1.1), so that
         those of microbatches add up; `seen` is what `update_metrics` reads, sums of one microbatch.
     """
+    micro_loss = make_micro_loss(
+        graphdef, clip=clip, beta=beta, temperature=temperature, entropy=entropy, logprobs=logprobs
+    )
+
+    def gradients(policies: Policies, params, frozen, micro: Batch, update_tokens):
+        (_, seen), grads = jax.value_and_grad(micro_loss, has_aux=True)(
+            params, frozen, micro, update_tokens, policies
+        )
+        return grads, seen
+
+    return gradients
+
+
+def make_micro_loss(
+    graphdef: nnx.GraphDef,
+    *,
+    clip: float = 0.2,
+    beta: float = 1e-3,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    logprobs: Callable[..., Any] = token_logprobs,
+) -> Callable[..., tuple[Any, Metrics]]:
+    """The part of an update's loss that one microbatch contributes.
+
+    Args:
+        graphdef: the model's static part, from `init_state`.
+        clip: see `make_micro_gradients`, as the others.
+        beta: see there.
+        temperature: see there.
+        entropy: see there.
+        logprobs: see there.
+
+    Returns:
+        `loss(params, frozen, micro, update_tokens, policies) -> (loss, seen)`.
+    """
 
     def micro_loss(params, frozen, micro: Batch, update_tokens, policies):
         model = nnx.merge(graphdef, params, frozen)
@@ -64,13 +99,7 @@ def make_micro_gradients(
         )
         return loss, jax.lax.stop_gradient(observe(loss, logp, omega, nats, micro, clip))
 
-    def gradients(policies: Policies, params, frozen, micro: Batch, update_tokens):
-        (_, seen), grads = jax.value_and_grad(micro_loss, has_aux=True)(
-            params, frozen, micro, update_tokens, policies
-        )
-        return grads, seen
-
-    return gradients
+    return micro_loss
 
 
 def scored_inputs(hidden: Any, unembedding: Any, micro: Batch) -> tuple[Any, Any, Any]:

@@ -10,6 +10,7 @@ import optax
 from hilore_jax.models.config import DecoderConfig, LoraConfig
 from hilore_jax.models.lookup import shape_of
 from hilore_jax.planning.budget import Budget
+from hilore_jax.planning.calibration import Calibration
 from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.solve import plan
 from hilore_jax.planning.target import parse_target
@@ -42,6 +43,10 @@ class PlanConfig:
     """Logits of the update that `1.10x-gc` refers to: `chunked`, or `whole-logits`."""
     offload: bool = False
     """Also consider keeping activations in pinned host memory."""
+    calibration: str = ""
+    """A calibration's JSON file: measured risks, block by block."""
+    exposure: float | None = None
+    """Exposure of the microbatches to plan for; by default the calibration's median."""
     out: str = ""
     """JSON file to write the plan to."""
     plot: str = ""
@@ -56,10 +61,15 @@ def run_plan(config: PlanConfig) -> Plan:
     """
     if config.baseline not in ("chunked", "whole-logits"):
         raise ValueError(f"--baseline {config.baseline}: expected chunked or whole-logits")
+    calibration = Calibration.load(config.calibration) if config.calibration else None
+    if calibration is None and config.exposure is not None:
+        raise ValueError("--exposure needs --calibration: default risks do not depend on it")
     update = abstract_update(config)
     whole = dataclasses.replace(update, head="whole")
+    # Calibrated risks are a microbatch's, default ones a whole update's.
+    risk = config.risk if calibration is None else microbatch_risk(config, calibration)
     budget = Budget(
-        config.memory, config.risk, baseline=whole if config.baseline == "whole-logits" else None
+        config.memory, risk, baseline=whole if config.baseline == "whole-logits" else None
     )
     made = plan(
         update,
@@ -68,6 +78,8 @@ def run_plan(config: PlanConfig) -> Plan:
         budget=budget,
         target=config.target,
         offload=config.offload,
+        calibration=calibration,
+        exposure=config.exposure,
     )
     print(made)
     if config.out:
@@ -75,6 +87,12 @@ def run_plan(config: PlanConfig) -> Plan:
     if config.plot:
         made.plot(config.plot)
     return made
+
+
+def microbatch_risk(config: PlanConfig, calibration: Calibration) -> float:
+    """The risk budget of one of the update's equal microbatches: squares add up, or risks."""
+    share = 1 / config.micro
+    return config.risk * (share if calibration.form == "paper" else share**0.5)
 
 
 def abstract_update(config: PlanConfig) -> AbstractUpdate:

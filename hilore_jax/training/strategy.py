@@ -15,6 +15,7 @@ from hilore_jax.planning.ladder import Ladder, refined_segments
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.laddered import LadderedUpdate, one_bucket
+from hilore_jax.training.planned import run_policies
 from hilore_jax.training.report import kept_bytes
 from hilore_jax.training.step import TrainState, jit_update, make_actor_update
 
@@ -79,7 +80,7 @@ def plans(config: TrainConfig, shape: DecoderConfig) -> tuple[tuple[Policy, ...]
     """
     ladder = load_ladder(config)
     if ladder is None:
-        return ((config.parsed_policy,) * shape.n_layers,)
+        return (run_policies(config, shape),)
     found = tuple(made.policies for made in ladder.plans)
     if len(found[0]) != shape.n_layers:
         raise ValueError(

@@ -1,0 +1,208 @@
+"""`accept`: a plan is used once complete updates have shown that it keeps both budgets."""
+
+import dataclasses
+import logging
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hilore_jax.actions import Policy
+from hilore_jax.compiler import compiler_options
+from hilore_jax.planning.allocate import total_risk
+from hilore_jax.planning.menu import Entry
+from hilore_jax.planning.plan import Plan
+
+_LOG = logging.getLogger("hilore_jax")
+LIMIT = 0.015
+
+Gradients = Callable[[tuple[Policy, ...], Any], tuple[Any, Sequence[float]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Acceptance:
+    """What complete updates said of a plan.
+
+    Attributes:
+        accepted: whether it keeps both budgets.
+        reason: in words.
+        peak: compiled, bytes.
+        errors: relative gradient error of each update, after reduction and before clipping.
+        predicted: by the plan's risks, for the same updates; mean.
+        removed: names that were taken out of policies because they did not pay.
+    """
+
+    accepted: bool
+    reason: str
+    peak: int
+    errors: tuple[float, ...]
+    predicted: float
+    removed: tuple[str, ...] = ()
+
+    @property
+    def error(self) -> float:
+        """The mean relative gradient error."""
+        return statistics.fmean(self.errors)
+
+
+def accept(
+    plan: Plan,
+    gradients: Gradients,
+    updates: Sequence[Any],
+    *,
+    peak: Callable[[tuple[Policy, ...]], int] | None = None,
+    entry: Callable[[Policy], Entry] | None = None,
+    limit: float = LIMIT,
+) -> Plan:
+    """Tries a plan on complete held-out updates (HiLoRe, arXiv 2609.33570, acceptance).
+
+        accepted:  peak <= M  and  mean_u ||g_L - g|| / ||g|| <= 0.015
+
+    Then each name of each policy is left out in turn; where backward is no slower without it, it
+    goes, and what is left is tried again.
+
+    Args:
+        plan: the plan.
+        gradients: `gradients(policies, update) -> (gradient, exposures)` of a complete update,
+            after reduction and before clipping, and the exposure of each microbatch.
+        updates: held out: not those of the calibration.
+        peak: compiled peak of policies, bytes; None: the plan's own, compiled when it was made.
+        entry: figures of a block's policy; None: nothing is left out.
+        limit: mean relative gradient error that is accepted.
+
+    Returns:
+        The plan with `accepted` and `acceptance` set, and without names that do not pay.
+
+    Raises:
+        ValueError: no updates, or one whose exact gradient is 0.
+        FloatingPointError: an exact gradient that is not finite.
+
+    Example:
+        >>> from hilore_jax.planning.accept import Acceptance
+        >>> Acceptance(True, "", 10, (0.01, 0.02), 0.01).error
+        0.015
+    """
+    if not len(updates):
+        raise ValueError("hl.accept needs at least one complete update that was held out.")
+    exact = (Policy({}),) * len(plan.policies)
+    truth = [gradients(exact, update) for update in updates]
+    norms = [_checked(_norm(grads), u) for u, (grads, _) in enumerate(truth)]
+
+    def tried(made: Plan, removed: tuple[str, ...] = ()) -> Acceptance:
+        found = []
+        for update, (grads, _), norm in zip(updates, truth, norms, strict=True):
+            found.append(float(_distance(gradients(made.policies, update)[0], grads)) / norm)
+        highest = made.memory.peak if peak is None else peak(made.policies)
+        predicted = statistics.fmean(_predicted(made, exposures) for _, exposures in truth)
+        return _judged(made, highest, tuple(found), predicted, limit, removed)
+
+    result = tried(plan)
+    if result.accepted and entry is not None:
+        shorter, removed = _without_idle_names(plan, entry)
+        if removed:
+            again = tried(shorter, removed)
+            if again.accepted:
+                plan, result = shorter, again
+            else:
+                _LOG.warning("names that do not pay stay in the plan: %s", again.reason)
+    found = {**dataclasses.asdict(result), "error": result.error, "limit": limit}
+    return dataclasses.replace(plan, accepted=result.accepted, acceptance=found)
+
+
+def _judged(
+    plan: Plan,
+    peak: int,
+    errors: tuple[float, ...],
+    predicted: float,
+    limit: float,
+    removed: tuple[str, ...],
+) -> Acceptance:
+    mean = statistics.fmean(errors)
+    faults = []
+    if peak > plan.budget:
+        faults.append(f"its peak of {peak:,} bytes exceeds the budget of {plan.budget:,}")
+    if not mean <= limit:
+        faults.append(f"its mean gradient error of {mean:.4g} exceeds {limit:g}")
+    good = (
+        f"peak {peak:,} of {plan.budget:,} bytes, mean gradient error {mean:.4g} of {limit:g} over "
+        f"{len(errors)} updates, predicted {predicted:.4g}"
+    )
+    return Acceptance(not faults, " and ".join(faults) or good, peak, errors, predicted, removed)
+
+
+def _predicted(plan: Plan, exposures: Sequence[float]) -> float:
+    """The plan's risk for an update with these microbatches: risks grow with exposure."""
+    if plan.exposure is None:
+        return plan.risk
+    parts = [plan.risk * float(e) / plan.exposure for e in exposures]
+    return total_risk(parts, paper=plan.paper)
+
+
+def _without_idle_names(
+    plan: Plan, entry: Callable[[Policy], Entry]
+) -> tuple[Plan, tuple[str, ...]]:
+    """The plan without names whose absence does not slow backward, and what was taken out."""
+    known = {e.policy: e for e in plan.menu}
+    order = [e.policy for e in plan.menu]
+    replaced: dict[Policy, Policy] = {}
+    removed: list[str] = []
+    for policy in dict.fromkeys(plan.policies):
+        current = policy
+        for name in policy:
+            less = Policy(
+                {n: a for n, a in current.actions if n != name},
+                tainted_matmuls=current.tainted_matmuls,
+            )
+            figures = entry(less)
+            if figures.seconds <= known[current].seconds * (1 + 1e-9):
+                # Less is compressed than was measured: the risk stays an upper bound.
+                known[less] = dataclasses.replace(figures, risk=known[policy].risk)
+                removed.append(f"{name} of [{policy}]")
+                current = less
+        replaced[policy] = current
+    added = [p for p in dict.fromkeys(replaced.values()) if p not in order]
+    if not removed:
+        return plan, ()
+    source = {new: old for old, new in replaced.items()}
+    risks = plan.block_risks
+    if risks is not None:
+        places = [order.index(source[p]) for p in added]
+        risks = tuple((*row, *(row[i] for i in places)) for row in risks)
+    return (
+        dataclasses.replace(
+            plan,
+            policies=tuple(replaced[p] for p in plan.policies),
+            menu=(*plan.menu, *(known[p] for p in added)),
+            block_risks=risks,
+        ),
+        tuple(removed),
+    )
+
+
+def _checked(norm: Any, update: int) -> float:
+    value = float(norm)
+    if not math.isfinite(value):
+        raise FloatingPointError(f"the exact gradient of update {update} is not finite: {value}.")
+    if value == 0:
+        raise ValueError(f"the exact gradient of update {update} is 0: hold out another update.")
+    return value
+
+
+def _norm(tree: Any) -> Any:
+    return _root(tree, None)
+
+
+def _distance(tree: Any, other: Any) -> Any:
+    return _root(tree, other)
+
+
+def _root(tree: Any, other: Any) -> Any:
+    def root(tree: Any, other: Any) -> Any:
+        others = [0.0] * len(jax.tree.leaves(tree)) if other is None else jax.tree.leaves(other)
+        pairs = zip(jax.tree.leaves(tree), others, strict=True)
+        return jnp.sqrt(sum(jnp.sum((a.astype(jnp.float32) - b) ** 2) for a, b in pairs))
+
+    return jax.jit(root, compiler_options=compiler_options())(tree, other)

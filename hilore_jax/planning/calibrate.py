@@ -1,0 +1,292 @@
+"""`calibrate`: isolated interventions on blocks, against exact gradients of the same microbatch."""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hilore_jax.actions import Compress, Policy
+from hilore_jax.compiler import compiler_options
+from hilore_jax.intervene import Interventions
+from hilore_jax.planning.calibration import FORMS, Calibration, model_fingerprint
+from hilore_jax.planning.fits import Row, fitted, joint_bias
+from hilore_jax.planning.measurements import Record, content, digest, row_of
+from hilore_jax.planning.memory_cache import library_version
+from hilore_jax.planning.plan import Blocks
+
+MOST_POLICIES = 10
+_LEAST_JOINT = 4
+
+Loss = Callable[..., tuple[Any, Any]]
+
+
+def calibrate(
+    loss: Loss,
+    params: Any,
+    microbatches: Sequence[Any],
+    *,
+    blocks: Blocks,
+    policies: Sequence[Policy],
+    args: tuple[Any, ...] = (),
+    count: int = 16,
+    per_update: int | None = None,
+    passes: int = 350,
+    risk: str = "squared",
+    seed: int = 0,
+    resume: str | Path | None = None,
+    progress: bool | None = None,
+) -> Calibration:
+    """Measures what each policy on each block does to the gradient, by exposure.
+
+        d = ||g_L - g||,  x = E e,  kappa = max(0, sum x d / sum x x),  risk = kappa e E / Ghat
+
+    with g the gradient that one microbatch contributes to its update's and e the relative error of
+    the tensors that the policy decodes (HiLoRe, arXiv 2609.33570, with absolute gradients; its own
+    form, `y = d / ||g||` and e relative to all saved states, is `risk="paper"`).
+
+    One executable computes every gradient: which blocks follow which policy is an argument. Every
+    policy is tried on every block once, on microbatches in turn; what is left of `passes` tries
+    random policies on all blocks at once, and says how far the risks add up as they should.
+
+    Args:
+        loss: `loss(policies, params, microbatch, *args) -> (loss, exposure)`, where policies go to
+            `hl.scan_blocks`; the part that a microbatch contributes to an update's loss, divided by
+            the whole update's tokens, and its exposure.
+        params: what the update differentiates.
+        microbatches: of equal shapes; consecutive ones make complete updates.
+        blocks: the repeated block.
+        policies: to measure, at most 10; those without compression have no risk and are left out.
+        args: other arguments of the loss, such as frozen weights.
+        count: microbatches to use.
+        per_update: how many of them make one update; None: all.
+        passes: most gradients to compute.
+        risk: "squared" or "paper".
+        seed: of the joint policies.
+        resume: file that every measurement is added to, and where an earlier call's are found.
+        progress: show a bar; default: on a terminal.
+
+    Returns:
+        The calibration.
+
+    Raises:
+        ValueError: fewer microbatches than `count`, one without exposure, too few passes, no policy
+            that compresses, or an unknown `risk`.
+        FloatingPointError: an exact gradient that is not finite; names the microbatch. An
+            intervention that is not finite is logged with its block, and may not be used.
+
+    Example:
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> import hilore_jax as hl
+        >>> def block(w, x):
+        ...     return x + jnp.tanh(checkpoint_name(x @ w, "h"))
+        >>> def loss(policies, w, x):
+        ...     y = hl.scan_blocks(block, w, x, policies)
+        ...     return jnp.mean(y**2), jnp.mean(jnp.abs(y))
+        >>> w = jax.random.normal(jax.random.key(0), (2, 4, 4)) / 2
+        >>> data = list(jax.random.normal(jax.random.key(1), (2, 3, 4)))
+        >>> policy = hl.Policy({"h": hl.Compress("int8")})
+        >>> blocks = Blocks(block, (w[0], data[0]), 2)
+        >>> made = calibrate(loss, w, data, blocks=blocks, policies=[policy], count=2, passes=8)
+        >>> [m.block for m in made.measured], made.compilations, made.passes
+        ([0, 1], 2, 6)
+    """
+    began = time.perf_counter()
+    entries = tuple(dict.fromkeys(p for p in policies if p.names(Compress)))
+    schedule = _schedule(microbatches, len(entries), blocks.count, count, passes, seed)
+    _check(risk, entries, count, per_update)
+    fingerprint = model_fingerprint(blocks)
+    microbatches = microbatches[:count]
+    identity = [
+        fingerprint,
+        [p.to_json() for p in entries],
+        passes,
+        seed,
+        per_update,
+        jax.__version__,
+    ]
+    record = Record(resume, digest([identity, *map(content, microbatches)]))
+    probe = _Probe(loss, params, microbatches[0], entries, blocks.count, args)
+    with _bar(progress, sum(map(len, schedule)) + count, record) as bar:
+        size = per_update or count
+        for first in range(0, count, size):
+            whole = range(first, min(first + size, count))
+            for m in whole:
+                todo = [c for c in schedule[m] if not record.has(m, c)]
+                known = str(first) in record.norms
+                if known and not todo:
+                    continue
+                exact = probe(microbatches[m], [0] * blocks.count, keep=True)
+                _check_exact(exact, m)
+                if record.add(Row(m, (), exact.exposure, exact.distance, exact.norm, ())):
+                    bar.update()
+                if not known:
+                    probe.gather(first == m)
+                for chosen in todo:
+                    found = probe(microbatches[m], chosen)
+                    record.add(row_of(m, chosen, found, entries))
+                    bar.update()
+            if str(first) not in record.norms:
+                record.norms[str(first)] = probe.gathered()
+        record.seconds += time.perf_counter() - began
+        record.write()
+    rows = record.rows
+    measured = fitted(rows, entries, risk)
+    norm = float(np.mean(list(record.norms.values())))
+    bias, joint = joint_bias(rows, measured, entries, risk)
+    return Calibration(
+        measured=measured,
+        norm=norm,
+        bias=bias,
+        exposures=tuple(row.exposure for row in sorted(rows) if not row.chosen),
+        fingerprint=fingerprint,
+        passes=len(rows),
+        seconds=record.seconds,
+        compilations=probe.compilations,
+        versions={"jax": jax.__version__, "hilore_jax": library_version()},
+        form=risk,
+        joint=joint,
+    )
+
+
+class _Found(NamedTuple):
+    """What one pass found, on the host."""
+
+    exposure: float
+    distance: float
+    norm: float
+    errors: np.ndarray
+
+
+class _Probe:
+    """The one executable of all gradients, with the exact gradient of the microbatch at hand."""
+
+    def __init__(
+        self,
+        loss: Loss,
+        params: Any,
+        microbatch: Any,
+        entries: tuple[Policy, ...],
+        blocks: int,
+        args: tuple[Any, ...],
+    ):
+        def probe(reference: Any, params: Any, micro: Any, index: Any, args: Any) -> Any:
+            def objective(params: Any, token: Any) -> tuple[Any, Any]:
+                return loss(Interventions(entries, index, token), params, micro, *args)
+
+            token = jnp.zeros((blocks, 2))
+            (_, exposure), (grads, errors) = jax.value_and_grad(
+                objective, argnums=(0, 1), has_aux=True
+            )(params, token)
+            pairs = list(zip(jax.tree.leaves(grads), jax.tree.leaves(reference), strict=True))
+            distance = sum(jnp.sum((g.astype(jnp.float32) - r) ** 2) for g, r in pairs)
+            norm = sum(jnp.sum(g.astype(jnp.float32) ** 2) for g, _ in pairs)
+            # The reference is donated: an exact pass replaces it, others hand it on.
+            exact = jnp.all(index == 0)
+            reference = jax.tree.map(lambda g, r: jnp.where(exact, g, r), grads, reference)
+            return reference, (exposure, jnp.sqrt(distance), jnp.sqrt(norm), errors)
+
+        def gather(total: Any, reference: Any, first: Any) -> tuple[Any, Any]:
+            added = jax.tree.map(lambda t, r: jnp.where(first, 0.0, t) + r, total, reference)
+            return added, jnp.sqrt(sum(jnp.sum(t * t) for t in jax.tree.leaves(added)))
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        self._reference, self._total = zeros, jax.tree.map(jnp.copy, zeros)
+        self._params, self._args, self._norm = params, args, 0.0
+        self.compilations = 0
+        index = jnp.zeros(blocks, jnp.int32)
+        self._run = self._compiled(probe, zeros, params, microbatch, index, args)
+        self._gather = self._compiled(gather, zeros, zeros, jnp.array(False))
+
+    def _compiled(self, fn: Callable[..., Any], *args: Any) -> Any:
+        self.compilations += 1
+        jitted = jax.jit(fn, donate_argnums=0, compiler_options=compiler_options())
+        return jitted.lower(*args).compile()
+
+    def __call__(self, micro: Any, index: Sequence[int], keep: bool = False) -> _Found:
+        """One gradient; an exact one (`keep`) becomes what the next ones are compared with."""
+        assert keep == (not any(index))
+        which = jnp.asarray(index, jnp.int32)
+        self._reference, found = self._run(self._reference, self._params, micro, which, self._args)
+        exposure, distance, norm, errors = jax.device_get(found)
+        return _Found(float(exposure), 0.0 if keep else float(distance), float(norm), errors)
+
+    def gather(self, first: bool) -> None:
+        """Adds the exact gradient to its update's."""
+        self._total, norm = self._gather(self._total, self._reference, jnp.array(first))
+        self._norm = float(norm)
+
+    def gathered(self) -> float:
+        """The norm of the update's gradient."""
+        return self._norm
+
+
+def _schedule(
+    microbatches: Sequence[Any], entries: int, blocks: int, count: int, passes: int, seed: int
+) -> list[list[list[int]]]:
+    """The choices to try on each microbatch beside the exact one."""
+    if len(microbatches) < count:
+        raise ValueError(
+            f"hl.calibrate was given {len(microbatches)} microbatches, expected {count}: sample "
+            "more, or ask for fewer with count=."
+        )
+    least = count + entries * blocks
+    joint = min(passes - least, 4 * count)
+    if joint < 0 or (joint < _LEAST_JOINT and entries * blocks >= 8 * _LEAST_JOINT):
+        raise ValueError(
+            f"{entries} policies on {blocks} blocks and {count} exact gradients take {least} "
+            f"passes, and {_LEAST_JOINT} joint ones, but passes={passes}: give fewer policies."
+        )
+    found: list[list[list[int]]] = [[] for _ in range(count)]
+    for unit in range(entries * blocks):
+        index = [0] * blocks
+        index[unit % blocks] = 1 + unit // blocks
+        found[unit % count].append(index)
+    random = np.random.default_rng(seed)
+    for n in range(joint):
+        while sum(map(bool, index := random.integers(0, entries + 1, blocks).tolist())) < 2:
+            if blocks < 2:
+                return found
+        if index not in found[n % count]:
+            found[n % count].append(index)
+    return found
+
+
+def _check(form: str, entries: Sequence[Policy], count: int, per_update: int | None) -> None:
+    if form not in FORMS:
+        raise ValueError(f"hl.calibrate(risk={form!r}): expected one of {FORMS}.")
+    if not 0 < len(entries) <= MOST_POLICIES:
+        raise ValueError(
+            f"hl.calibrate was given {len(entries)} policies that compress, expected 1 to "
+            f"{MOST_POLICIES}: each costs a gradient for every block. See "
+            "hilore_jax.planning.frontier.frontier."
+        )
+    if count < 1 or (per_update is not None and (per_update < 1 or count % per_update)):
+        raise ValueError(
+            f"count={count} microbatches do not make whole updates of per_update={per_update}."
+        )
+
+
+def _check_exact(found: _Found, micro: int) -> None:
+    if not (math.isfinite(found.norm) and math.isfinite(found.exposure)):
+        raise FloatingPointError(
+            f"microbatch {micro}'s exact gradient has norm {found.norm} and exposure "
+            f"{found.exposure}; expected finite ones. Check the weights, log-probs and rewards."
+        )
+    if not found.exposure > 0:
+        raise ValueError(
+            f"microbatch {micro} has exposure {found.exposure}: its gradient is 0, so that nothing "
+            "can be measured on it. Leave out groups whose rewards are all equal."
+        )
+
+
+def _bar(wanted: bool | None, total: int, record: Record) -> Any:
+    from tqdm import tqdm
+
+    hidden = not (sys.stderr.isatty() if wanted is None else wanted)
+    return tqdm(total=total, initial=len(record.rows), unit="pass", disable=hidden)

@@ -1,0 +1,97 @@
+"""A calibration's measurements, kept in a file so that an interruption loses one pass at most."""
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from hilore_jax.actions import Policy
+from hilore_jax.planning.fits import Row
+from hilore_jax.planning.memory_cache import write_whole
+
+_LOG = logging.getLogger("hilore_jax")
+
+
+class Record:
+    """Measurements, kept in a file where one is given."""
+
+    def __init__(self, path: str | Path | None, identity: str):
+        self._path, self._identity = None if path is None else Path(path), identity
+        self.rows: list[Row] = []
+        self.norms: dict[str, float] = {}
+        self.seconds = 0.0
+        if self._path is None or not self._path.exists():
+            return
+        try:
+            body = json.loads(self._path.read_text())
+            if body["identity"] != identity:
+                raise ValueError(
+                    f"{path} holds measurements of another calibration (its model, microbatches, "
+                    "policies, seed or jax differ). Name another file, or remove it."
+                )
+            pairs = lambda found: tuple(tuple(pair) for pair in found)  # noqa: E731
+            self.rows = [
+                Row(micro, pairs(chosen), exposure, distance, norm, pairs(errors))
+                for micro, chosen, exposure, distance, norm, errors in body["rows"]
+            ]
+            self.norms, self.seconds = body["norms"], body["seconds"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: {error!r}. Remove it.") from None
+
+    def has(self, micro: int, index: Sequence[int]) -> bool:
+        """Whether a microbatch was measured under a choice."""
+        chosen = pairs_of(index)
+        return any(row.micro == micro and row.chosen == chosen for row in self.rows)
+
+    def add(self, row: Row) -> bool:
+        """Keeps a measurement; False where it is known."""
+        if any(old[:2] == row[:2] for old in self.rows):
+            return False
+        self.rows.append(row)
+        self.write()
+        return True
+
+    def write(self) -> None:
+        """Writes the file whole."""
+        if self._path is not None:
+            body = {"identity": self._identity, "norms": self.norms, "seconds": self.seconds}
+            write_whole(self._path, json.dumps({**body, "rows": self.rows}) + "\n")
+
+
+def pairs_of(index: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The blocks that do not run exactly, and their entries."""
+    return tuple((block, entry) for block, entry in enumerate(index) if entry)
+
+
+def row_of(micro: int, index: Sequence[int], found: Any, entries: Sequence[Policy]) -> Row:
+    """A pass's row; one that is not finite is logged with its blocks."""
+    chosen = pairs_of(index)
+    errors = tuple((float(found.errors[b, 0]), float(found.errors[b, 1])) for b, _ in chosen)
+    if not (math.isfinite(found.distance) and np.all(np.isfinite(errors))):
+        units = ", ".join(f"block {b} under {entries[e - 1]}" for b, e in chosen[:3])
+        _LOG.warning(
+            "the gradient of microbatch %d is not finite with %s%s: not to be used",
+            micro,
+            units,
+            " and others" if len(chosen) > 3 else "",
+        )
+    return Row(micro, chosen, found.exposure, found.distance, found.norm, errors)
+
+
+def content(microbatch: Any) -> str:
+    """A hash of a microbatch's values."""
+    sha = hashlib.sha256()
+    for leaf in jax.tree.leaves(microbatch):
+        sha.update(np.ascontiguousarray(leaf).tobytes())
+    return sha.hexdigest()
+
+
+def digest(value: Any) -> str:
+    """A hash of JSON values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]

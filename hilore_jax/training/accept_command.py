@@ -1,0 +1,124 @@
+"""`hilore accept`: a plan tried on complete updates of real rollouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hilore_jax.actions import Policy
+from hilore_jax.compiler import compiler_options
+from hilore_jax.planning.accept import LIMIT, accept
+from hilore_jax.planning.backward import block_program
+from hilore_jax.planning.cost import Roofline
+from hilore_jax.planning.fingerprint import fingerprint
+from hilore_jax.planning.memory import compiled_memory
+from hilore_jax.planning.menu import Entry
+from hilore_jax.planning.plan import Plan
+from hilore_jax.planning.target import parse_target
+from hilore_jax.training.abstract import AbstractUpdate
+from hilore_jax.training.batch import Batch
+from hilore_jax.training.calibrate_command import RolloutConfig, abstract_update
+from hilore_jax.training.config import TrainConfig
+from hilore_jax.training.gradients import add_gradients, make_micro_gradients, zero_gradients
+from hilore_jax.training.parts import Parts, load_parts
+from hilore_jax.training.rollouts import Measured, real_updates
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AcceptOptions(RolloutConfig):
+    """Whether a plan keeps its memory and its gradient error on real updates."""
+
+    plan: str
+    """The plan's JSON file; it is written again with the result."""
+    updates: int = 2
+    """Complete updates to try it on."""
+    first: int = 1_000_000
+    """Position in the task's stream to begin at, far from what was calibrated or trained on."""
+    limit: float = LIMIT
+    """Mean relative gradient error that is accepted."""
+    out: str = ""
+    """File to write instead."""
+
+
+def run_accept(config: AcceptOptions, parts: Parts | None = None) -> Plan:
+    """Tries the plan, writes it with the result, and prints that.
+
+    Args:
+        config: the settings.
+        parts: model, tokenizer and task, where they are not to be loaded by name.
+
+    Returns:
+        The plan as it was written.
+
+    Raises:
+        ValueError: settings that are wrong, or a plan for another model or batch.
+    """
+    training = config.training()
+    if config.updates < 1:
+        raise ValueError(f"--updates {config.updates}: expected at least one complete update")
+    made = Plan.load(config.plan)
+    parts = load_parts(training) if parts is None else parts
+    update = abstract_update(parts.model.config, training)
+    blocks = update.blocks()
+    args = update.arguments((Policy({}),))
+    if made.target.startswith("cpu"):  # elsewhere the block has other kernels than here
+        made.check(fingerprint(blocks.fn, blocks.args, args, blocks=blocks.count))
+    else:
+        made.check({"blocks": str(blocks.count)})
+    print(f"sampling {config.updates} updates", file=sys.stderr, flush=True)
+    data = real_updates(training, parts, config.updates, first=config.first)
+    program = block_program(blocks.fn, *blocks.args, argnums=blocks.argnums)
+    roofline = Roofline(parse_target(made.target))
+
+    def entry(policy: Policy) -> Entry:
+        figures = program.figures(policy)
+        seconds = roofline.backward(program, policy, figures)
+        return Entry(policy, figures.nbytes, seconds, *figures.work, 0.0)
+
+    here = made.target.startswith("cpu")
+    made = accept(
+        made,
+        update_gradients(data, training),
+        data.updates,
+        peak=functools.partial(compiled_peak, update, made.target) if here else None,
+        entry=entry if here else None,
+        limit=config.limit,
+    )
+    made.save(config.out or config.plan)
+    assert made.acceptance is not None
+    print(f"{'accepted' if made.accepted else 'rejected'}: {made.acceptance['reason']}")
+    if made.acceptance["removed"]:
+        print("left out: " + "; ".join(made.acceptance["removed"]))
+    return made
+
+
+def compiled_peak(update: AbstractUpdate, target: str, policies: tuple[Policy, ...]) -> int:
+    """Peak bytes of the complete update under these policies, by the target's compiler."""
+    bound = functools.partial(update, policies)
+    arguments = update.arguments(policies)
+    return compiled_memory(bound, *arguments, target=parse_target(target), donate=(0,)).peak
+
+
+def update_gradients(data: Measured, config: TrainConfig):
+    """`gradients(policies, batch) -> (gradient, exposures)` of complete updates, jitted."""
+    micro_gradients = make_micro_gradients(
+        data.graphdef, clip=config.clip, beta=config.beta, temperature=config.temperature
+    )
+
+    def gradients(policies: Sequence[Policy], params: Any, frozen: Any, batch: Batch):
+        tokens = jnp.sum(batch.completion_mask, dtype=jnp.float32)
+
+        def accumulate(total, micro):
+            grads, seen = micro_gradients(policies, params, frozen, micro, tokens)
+            return add_gradients(total, grads), seen["exposure"]
+
+        return jax.lax.scan(accumulate, zero_gradients(params), batch)
+
+    jitted = jax.jit(gradients, static_argnums=0, compiler_options=compiler_options())
+    return lambda policies, batch: jitted(tuple(policies), data.params, data.frozen, batch)

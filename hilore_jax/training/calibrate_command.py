@@ -1,0 +1,183 @@
+"""`hilore calibrate`: measured risks of compression for a model, on its own rollouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from hilore_jax.models.config import DecoderConfig
+from hilore_jax.planning.calibrate import calibrate
+from hilore_jax.planning.calibration import Calibration
+from hilore_jax.planning.frontier import frontier
+from hilore_jax.planning.menu import block_menu
+from hilore_jax.planning.risks import default_risk, recommended_codecs
+from hilore_jax.planning.target import parse_target
+from hilore_jax.spelling import parse_policy
+from hilore_jax.training.abstract import AbstractUpdate
+from hilore_jax.training.config import TrainConfig, faults
+from hilore_jax.training.gradients import make_micro_loss
+from hilore_jax.training.parts import Parts, load_parts
+from hilore_jax.training.rollouts import Measured, real_updates
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """The updates that are measured on."""
+
+    model: str = "smollm2-135m-instruct"
+    """Bundled model's name, Hugging Face folder, or GGUF file."""
+    lora: int = 0
+    """Rank of LoRA adapters; 0 trains every parameter."""
+    task: str = "chain_sum"
+    """A reasoning-gym dataset, or the built-in `copy` or `count`."""
+    task_args: str = ""
+    """The task's arguments, `key=value` pairs separated by commas."""
+    prompts: int = 4
+    """Prompts an update."""
+    group: int = 8
+    """Completions a prompt (G)."""
+    micro_rows: int = 4
+    """Rows of one microbatch."""
+    prompt_length: int = 64
+    """Tokens kept for a prompt."""
+    completion_length: int = 32
+    """Longest completion, tokens."""
+    temperature: float = 1.0
+    beta: float = 0.0
+    """Weight of the K3 term; the reference is the model itself."""
+    clip: float = 0.2
+    format_reward: float = 0.0
+    seed: int = 0
+    dtype: str = "float32"
+    """Compute dtype."""
+
+    def training(self) -> TrainConfig:
+        """As settings of a training run, checked.
+
+        Raises:
+            ValueError: lists every fault.
+        """
+        names = {field.name for field in dataclasses.fields(TrainConfig)}
+        shared = {k: v for k, v in dataclasses.asdict(self).items() if k in names}
+        config = TrainConfig(**shared, lora_rank=self.lora, quiet=True)
+        wrong = [fault for fault in faults(config) if "run_dir" not in fault]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        return config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateConfig(RolloutConfig):
+    """Measured risks of compressing each block, on a model's own rollouts."""
+
+    microbatches: int = 16
+    """Microbatches to measure on; whole updates."""
+    passes: int = 350
+    """Most gradients to compute."""
+    policies: int = 9
+    """Policies of the menu to measure, each on every block."""
+    also: tuple[str, ...] = ()
+    """Further policies, as `hilore explain --policy` reads them."""
+    risk: str = "squared"
+    """`squared`, or `paper` for linear risks of relative gradients."""
+    target: str = "cpu"
+    """Device whose menu is measured."""
+    out: str = "calibration.json"
+    """File to write; measurements are kept beside it until it is complete."""
+
+
+def run_calibrate(config: CalibrateConfig, parts: Parts | None = None) -> Calibration:
+    """Samples, measures, writes and prints.
+
+    Args:
+        config: the settings.
+        parts: model, tokenizer and task, where they are not to be loaded by name.
+
+    Raises:
+        ValueError: settings that are wrong, or rollouts that teach nothing.
+    """
+    training = config.training()
+    per_update = training.rows // training.micro_rows
+    if config.microbatches % per_update:
+        raise ValueError(
+            f"--microbatches {config.microbatches}: expected a multiple of {per_update}, the "
+            f"microbatches of an update of {training.rows} rows"
+        )
+    parts = load_parts(training) if parts is None else parts
+    update = abstract_update(parts.model.config, training)
+    blocks = update.blocks()
+    menu = block_menu(
+        blocks.fn,
+        *blocks.args,
+        codecs=recommended_codecs(),
+        risks=default_risk,
+        target=parse_target(config.target),
+        argnums=blocks.argnums,
+    )
+    # Up to three times the gradient error that is accepted, were all blocks to take the entry.
+    limit = 3 * 0.015 / blocks.count**0.5
+    chosen = frontier(menu, blocks.fn, *blocks.args, most=config.policies, risk=limit)
+    chosen = (*chosen, *map(parse_policy, config.also))
+    print(f"sampling {config.microbatches} microbatches", file=sys.stderr, flush=True)
+    data = real_updates(training, parts, config.microbatches // per_update)
+    print(f"measuring {len(chosen)} policies on {blocks.count} blocks", file=sys.stderr, flush=True)
+    partial = Path(config.out).with_suffix(".partial.json")
+    made = calibrate(
+        micro_loss(data, training),
+        data.params,
+        microbatches(data),
+        blocks=blocks,
+        policies=chosen,
+        args=(data.frozen,),
+        count=config.microbatches,
+        per_update=per_update,
+        passes=config.passes,
+        risk=config.risk,
+        seed=config.seed,
+        resume=partial,
+    )
+    made.save(config.out)
+    partial.unlink()
+    print(made)
+    return made
+
+
+def abstract_update(shape: DecoderConfig, config: TrainConfig) -> AbstractUpdate:
+    """The model's update by shapes, as `hilore plan` plans it."""
+    return AbstractUpdate(
+        shape,
+        micro=config.rows // config.micro_rows,
+        rows=config.micro_rows,
+        seq=config.prompt_length + config.completion_length,
+        completion=config.completion_length,
+        optimizer=optax.adamw(1e-6),
+        beta=config.beta,
+    )
+
+
+def microbatches(data: Measured) -> list[tuple]:
+    """`(microbatch, tokens of its update)` of all updates, in order."""
+    found = []
+    for batch in data.updates:
+        tokens = jnp.sum(batch.completion_mask, dtype=jnp.float32)
+        count = batch.tokens.shape[0]
+        found += [(jax.tree.map(lambda x, m=m: x[m], batch), tokens) for m in range(count)]
+    return found
+
+
+def micro_loss(data: Measured, config: TrainConfig):
+    """`loss(policies, params, (microbatch, update tokens), frozen) -> (loss, exposure)`."""
+    found = make_micro_loss(
+        data.graphdef, clip=config.clip, beta=config.beta, temperature=config.temperature
+    )
+
+    def loss(policies, params, microbatch, frozen):
+        value, seen = found(params, frozen, *microbatch, policies)
+        return value, seen["exposure"]
+
+    return loss

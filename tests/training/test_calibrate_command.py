@@ -1,0 +1,87 @@
+"""`hilore calibrate`, a calibrated plan, `hilore accept` and `train --plan`, on a tiny model."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import hilore_jax as hl
+from hilore_jax.planning.plan import Plan
+from hilore_jax.training.accept_command import AcceptOptions, run_accept
+from hilore_jax.training.calibrate_command import CalibrateConfig, abstract_update, run_calibrate
+from hilore_jax.training.config import TrainConfig
+from hilore_jax.training.planned import run_policies
+from hilore_jax.training.rollouts import real_updates
+
+SIZES = {"prompts": 1, "group": 4, "micro_rows": 2, "prompt_length": 12, "completion_length": 4}
+UP = "mlp_up=int8:axis=-1:tile=32"
+
+
+@pytest.fixture
+def graded(parts):
+    """Parts whose rewards differ within a group: by what was sampled."""
+    made = parts(max_seq=64)
+    score = lambda answer, item: (sum(map(ord, answer)) % 7) / 7 if answer else 0.0  # noqa: E731
+    return dataclasses.replace(made, task=dataclasses.replace(made.task, score=score))
+
+
+def test_the_commands_in_order(graded, tmp_path, capsys):
+    out, where = tmp_path / "calibration.json", tmp_path / "plan.json"
+    config = CalibrateConfig(
+        **SIZES, microbatches=2, passes=20, policies=0, also=(UP,), out=str(out)
+    )
+    made = run_calibrate(config, graded)
+    assert made.compilations <= 3 and {m.block for m in made.measured} == {0, 1}
+    assert hl.Calibration.load(out) == made and "calibration of 2 blocks" in capsys.readouterr().out
+
+    update = abstract_update(graded.model.config, config.training())
+    plan = hl.plan(
+        update,
+        update.arguments,
+        blocks=update.blocks(),
+        budget=hl.Budget("9x gc", 0.9),
+        target="cpu",
+        calibration=made,
+    )
+    plan.save(where)
+    options = AcceptOptions(**SIZES, plan=str(where), updates=1, limit=0.9)
+    accepted = run_accept(options, graded)
+    assert accepted.accepted and Plan.load(where).accepted
+    assert "accepted: peak" in capsys.readouterr().out
+    training = TrainConfig(plan=str(where))
+    assert run_policies(training, graded.model.config) == accepted.policies
+
+    rejected = dataclasses.replace(accepted, accepted=False, acceptance={"reason": "it is bad"})
+    rejected.save(where)
+    with pytest.raises(ValueError, match=r"was rejected: it is bad.*--allow-rejected"):
+        run_policies(training, graded.model.config)
+    allowed = dataclasses.replace(training, allow_rejected=True)
+    assert run_policies(allowed, graded.model.config) == accepted.policies
+    larger = dataclasses.replace(graded.model.config, n_layers=3)
+    with pytest.raises(ValueError, match="blocks: planned for 2; found 3"):
+        run_policies(training, larger)
+
+
+def test_rollouts_without_a_difference_are_named(graded):
+    flat = dataclasses.replace(graded.task, score=lambda answer, item: 1.0)
+    config = CalibrateConfig(**SIZES).training()
+    with pytest.raises(ValueError, match=r"of 12 prompts .* only 0 have rewards that differ"):
+        real_updates(config, dataclasses.replace(graded, task=flat), 1)
+    found = real_updates(config, graded, 1)
+    assert found.updates[0].tokens.shape == (2, 2, 16)
+    assert float(jax.numpy.abs(found.updates[0].advantages).max()) > 0.1
+
+
+def test_settings_are_checked_before_sampling(tmp_path):
+    with pytest.raises(ValueError, match="--microbatches 3: expected a multiple of 2"):
+        run_calibrate(CalibrateConfig(**SIZES, microbatches=3))
+    with pytest.raises(ValueError, match="group must be >= 2"):
+        run_calibrate(CalibrateConfig(group=1))
+    with pytest.raises(ValueError, match="plan 'none\\.json' is not a file"):
+        hl_check(TrainConfig(plan="none.json", run_dir=str(tmp_path)))
+
+
+def hl_check(config):
+    from hilore_jax.training.config import check
+
+    check(config)
