@@ -70,6 +70,12 @@ def made(memory, risk=0.015):
 LADDER = ("1.0x gc", "1.2x gc", "2x gc", "4x gc")
 
 
+@pytest.mark.newest
+def test_a_budget_for_everything_recomputes_nothing():
+    found = made(LADDER[-1])
+    assert found.removed_flops == 1 and found.memory.peak <= found.budget
+
+
 @pytest.mark.parametrize("memory", LADDER)
 def test_the_compiled_peak_fits_and_is_what_another_compilation_says(memory):
     found = made(memory)
@@ -231,6 +237,8 @@ def test_the_table_says_what_is_done_and_why_not_more():
     assert head[:1] == ["blocks"] and {"gate", "up"} <= set(head)
     assert "seconds are modelled" in text and "peak: compiled" in text
     assert "more are needed" in text or "the risk would be" in text
+    ranges = [line.split()[0] for line in text.splitlines()[2:] if line[0].isdigit()]
+    assert len(ranges) > 1 and all(f"\n  {blocks}: " in text for blocks in ranges)
     assert "no block can be faster" in made("4x gc").explain()
 
 
