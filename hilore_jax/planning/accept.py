@@ -19,7 +19,8 @@ from hilore_jax.planning.plan import Plan
 _LOG = logging.getLogger("hilore_jax")
 LIMIT = 0.015
 
-Gradients = Callable[[tuple[Policy, ...], Any], tuple[Any, Sequence[float]]]
+# Exposures are a sequence or an array.
+Gradients = Callable[[tuple[Policy, ...], Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _judged(
     return Acceptance(not faults, " and ".join(faults) or good, peak, errors, predicted, removed)
 
 
-def _predicted(plan: Plan, exposures: Sequence[float]) -> float:
+def _predicted(plan: Plan, exposures: Any) -> float:
     """The plan's risk for an update with these microbatches: risks grow with exposure."""
     if plan.exposure is None:
         return plan.risk

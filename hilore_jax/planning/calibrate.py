@@ -98,8 +98,8 @@ def calibrate(
     """
     began = time.perf_counter()
     entries = tuple(dict.fromkeys(p for p in policies if p.names(Compress)))
-    schedule = _schedule(microbatches, len(entries), blocks.count, count, passes, seed)
     _check(risk, entries, count, per_update)
+    schedule = _schedule(microbatches, len(entries), blocks.count, count, passes, seed)
     fingerprint = model_fingerprint(blocks)
     microbatches = microbatches[:count]
     identity = [

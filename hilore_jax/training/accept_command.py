@@ -66,7 +66,7 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> Plan:
     parts = load_parts(training) if parts is None else parts
     update = abstract_update(parts.model.config, training)
     blocks = update.blocks()
-    args = update.arguments((Policy({}),))
+    args = update.arguments((Policy({}),) * blocks.count)
     if made.target.startswith("cpu"):  # elsewhere the block has other kernels than here
         made.check(fingerprint(blocks.fn, blocks.args, args, blocks=blocks.count))
     else:

@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from hilore_jax.actions import Policy
 from hilore_jax.models.config import DecoderConfig
+from hilore_jax.planning.accept import LIMIT
 from hilore_jax.planning.calibrate import calibrate
 from hilore_jax.planning.calibration import Calibration
 from hilore_jax.planning.frontier import frontier
 from hilore_jax.planning.menu import block_menu
+from hilore_jax.planning.plan import Blocks
 from hilore_jax.planning.risks import default_risk, recommended_codecs
 from hilore_jax.planning.target import parse_target
 from hilore_jax.spelling import parse_policy
@@ -111,18 +114,7 @@ def run_calibrate(config: CalibrateConfig, parts: Parts | None = None) -> Calibr
     parts = load_parts(training) if parts is None else parts
     update = abstract_update(parts.model.config, training)
     blocks = update.blocks()
-    menu = block_menu(
-        blocks.fn,
-        *blocks.args,
-        codecs=recommended_codecs(),
-        risks=default_risk,
-        target=parse_target(config.target),
-        argnums=blocks.argnums,
-    )
-    # Up to three times the gradient error that is accepted, were all blocks to take the entry.
-    limit = 3 * 0.015 / blocks.count**0.5
-    chosen = frontier(menu, blocks.fn, *blocks.args, most=config.policies, risk=limit)
-    chosen = (*chosen, *map(parse_policy, config.also))
+    chosen = (*default_policies(blocks, config), *map(parse_policy, config.also))
     print(f"sampling {config.microbatches} microbatches", file=sys.stderr, flush=True)
     data = real_updates(training, parts, config.microbatches // per_update)
     print(f"measuring {len(chosen)} policies on {blocks.count} blocks", file=sys.stderr, flush=True)
@@ -145,6 +137,23 @@ def run_calibrate(config: CalibrateConfig, parts: Parts | None = None) -> Calibr
     partial.unlink()
     print(made)
     return made
+
+
+def default_policies(blocks: Blocks, config: CalibrateConfig) -> tuple[Policy, ...]:
+    """Those of the block's menu under the default risks, each of another distortion."""
+    if not config.policies:
+        return ()
+    menu = block_menu(
+        blocks.fn,
+        *blocks.args,
+        codecs=recommended_codecs(),
+        risks=default_risk,
+        target=parse_target(config.target),
+        argnums=blocks.argnums,
+    )
+    # Up to three times the gradient error that is accepted, were all blocks to take the entry.
+    limit = 3 * LIMIT / blocks.count**0.5
+    return frontier(menu, blocks.fn, *blocks.args, most=config.policies, risk=limit)
 
 
 def abstract_update(shape: DecoderConfig, config: TrainConfig) -> AbstractUpdate:

@@ -20,6 +20,7 @@ from hilore_jax.planning.calibrated import calibrated_menu
 from hilore_jax.planning.calibration import Calibration, Measured, model_fingerprint
 from hilore_jax.planning.fits import Row, additive_spread, fitted, joint_bias
 from hilore_jax.planning.frontier import distortion, frontier
+from hilore_jax.planning.measurements import row_of
 from hilore_jax.planning.menu import Entry
 from hilore_jax.tracing import trace
 from planner_blocks import Device
@@ -221,7 +222,7 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
         call(DATA[:2], count=2, passes=40)
 
 
-def test_bad_input(caplog):
+def test_bad_input():
     call = functools.partial(hl.calibrate, loss, STACK, blocks=BLOCKS, passes=40)
     with pytest.raises(ValueError, match="was given 4 microbatches, expected 16"):
         call(DATA, policies=ENTRIES)
@@ -235,10 +236,17 @@ def test_bad_input(caplog):
         call([DATA[0], 0 * DATA[0]], policies=[UP], count=2)
     with pytest.raises(FloatingPointError, match="microbatch 1's exact gradient"):
         call([DATA[0], DATA[0] * jnp.nan], policies=[UP], count=2)
-    overflows = hl.Policy({"up": hl.Compress("fp8_e4m3", tile=0)})
+
+
+def test_a_measurement_that_is_not_finite_is_named_and_forbids_its_unit(caplog):
+    found = module._Found(0.5, math.inf, 1.0, np.array([[0.0, 0.0], [0.1, 0.1], [0.0, 0.0]]))
     with caplog.at_level(logging.WARNING):
-        made = call([DATA[0] * jnp.array(1.0), DATA[1]], policies=[overflows], count=2)
-    assert made.measured and not caplog.records  # saturates here: nothing to warn of
+        row = row_of(7, [0, 2, 0], found, ENTRIES)
+    (record,) = caplog.records
+    assert f"microbatch 7 is not finite with block 1 under {BOTH}" in record.getMessage()
+    (made,) = fitted([Row(7, (), 0.5, 0.0, 1.0, ()), row], ENTRIES)
+    one = dataclasses.replace(calibrated(), measured=(made,))
+    assert one.risk(BOTH, 1, 0.5) == math.inf
 
 
 def test_its_file_and_other_shapes(tmp_path):
