@@ -4,9 +4,11 @@ from hilore_jax import grpo
 from hilore_jax.actions import Action, Compress, Offload, Policy, Recompute, Store
 from hilore_jax.compiler import compiler_options
 from hilore_jax.explain import Explanation, explain
+from hilore_jax.gate import gated_blocks
 from hilore_jax.planning.budget import Budget
 from hilore_jax.planning.calibrate import calibrate
 from hilore_jax.planning.calibration import Calibration
+from hilore_jax.planning.ladder import Ladder, plan_ladder
 from hilore_jax.planning.plan import Blocks, Plan
 from hilore_jax.planning.solve import plan
 from hilore_jax.remat import disabled, remat
@@ -20,6 +22,7 @@ __all__ = [
     "Calibration",
     "Compress",
     "Explanation",
+    "Ladder",
     "Offload",
     "Plan",
     "Policy",
@@ -29,9 +32,11 @@ __all__ = [
     "compiler_options",
     "disabled",
     "explain",
+    "gated_blocks",
     "grpo",
     "parse_policy",
     "plan",
+    "plan_ladder",
     "remat",
     "scan_blocks",
 ]

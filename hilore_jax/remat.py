@@ -141,28 +141,37 @@ def check_offload(policy: Policy) -> None:
             )
 
 
-def apply_policy(policy: Policy, fn: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Calls a pure `fn` of pytrees of arrays under a policy; see `remat`."""
-    leaves = jax.tree.leaves((args, kwargs))
+def traced_block(policy: Policy, fn: Callable, args: Any, kwargs: Any) -> tracing.Traced:
+    """A pure `fn` of pytrees of arrays traced, once its policy is known to suit it."""
     if kwargs:
         traced = tracing.trace(lambda a, k: fn(*a, **k), args, kwargs)
     else:
         traced = tracing.trace(fn, *args)
     check_names(policy, traced)
     check_offload(policy)
-    if policy.names(Compress):
-        out = replay.apply(policy, traced, leaves)
-    else:
-        split = len(traced.closed.consts)
+    return traced
 
-        def block(*operands: Any) -> Sequence[Any]:
-            return eval_jaxpr(traced.jaxpr, operands[:split], *operands[split:])
 
-        kept = jax.checkpoint(block, policy=policy.checkpoint_policy())
-        out = kept(*traced.closed.consts, *leaves)
+def restored(traced: tracing.Traced, out: Sequence[Any]) -> Any:
+    """A block's flat outputs as the tree that it returns."""
     # A constant output is a literal of the jaxpr, not an array, where nothing traces the call.
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in out]
     return jax.tree.unflatten(traced.out_tree, arrays)
+
+
+def apply_policy(policy: Policy, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Calls a pure `fn` of pytrees of arrays under a policy; see `remat`."""
+    leaves = jax.tree.leaves((args, kwargs))
+    traced = traced_block(policy, fn, args, kwargs)
+    if policy.names(Compress):
+        return restored(traced, replay.apply(policy, traced, leaves))
+    split = len(traced.closed.consts)
+
+    def block(*operands: Any) -> Sequence[Any]:
+        return eval_jaxpr(traced.jaxpr, operands[:split], *operands[split:])
+
+    kept = jax.checkpoint(block, policy=policy.checkpoint_policy())
+    return restored(traced, kept(*traced.closed.consts, *leaves))
 
 
 def remat(
@@ -204,6 +213,21 @@ def remat(
     return decorator(policy, static_argnums, static_argnames)
 
 
+def check_undecorated(policy: Policy, fn: Callable, caller: str) -> None:
+    """Refuses a block that has a policy of its own beside the one given.
+
+    Raises:
+        ValueError: names both.
+    """
+    own = modules.own_policy(fn)
+    if own is not None and not (own.keeps_everything or policy.keeps_everything):
+        raise ValueError(
+            f"{caller}: {arguments.function_name(fn)} is decorated with hl.remat({own}) "
+            "already; a second policy would act on its recomputation, not replace it. "
+            f"Decorate the undecorated block with {policy}, or keep its own policy."
+        )
+
+
 def decorator(
     policy: Policy | Any,
     static_argnums: int | Sequence[int] = (),
@@ -222,13 +246,7 @@ def decorator(
         owner = getattr(fn, "__self__", None)
         if isinstance(owner, nnx.Module):
             return modules.bound(decorate(fn.__func__), owner)  # pyright: ignore[reportFunctionMemberAccess]
-        own = modules.own_policy(fn)
-        if own is not None and not (own.keeps_everything or policy.keeps_everything):
-            raise ValueError(
-                f"{caller}: {arguments.function_name(fn)} is decorated with hl.remat({own}) "
-                "already; a second policy would act on its recomputation, not replace it. "
-                f"Decorate the undecorated block with {policy}, or keep its own policy."
-            )
+        check_undecorated(policy, fn, caller)
         static = arguments.static_names(fn, static_argnums, static_argnames)
 
         @functools.wraps(fn)

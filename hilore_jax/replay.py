@@ -24,7 +24,7 @@ from hilore_jax.actions import Compress, Offload, Policy, Recompute
 from hilore_jax.swap import swap
 
 
-class _Program(NamedTuple):
+class Program(NamedTuple):
     """Backward as a jaxpr without dead code: `(residual leaves, cotangents) -> cotangents`."""
 
     jaxpr: Any
@@ -32,11 +32,11 @@ class _Program(NamedTuple):
     reads: list[bool]  # for each residual leaf, then for each live output's cotangent
 
 
-class _Backward(NamedTuple):
+class Backward(NamedTuple):
     """How to go back: static, and compared by identity of the cached function."""
 
     perturbed: tuple[bool, ...]  # which operands are differentiated
-    program: Callable[[tuple[bool, ...]], _Program]  # by which outputs have a cotangent
+    program: Callable[[tuple[bool, ...]], Any]  # a `Program`, by which outputs have a cotangent
 
 
 @functools.partial(
@@ -51,7 +51,7 @@ class Residuals:
     """
 
     leaves: tuple[Any, ...]
-    backward: _Backward
+    backward: Backward
 
 
 class _Value(NamedTuple):
@@ -161,13 +161,14 @@ def replay(
     return [o.value if isinstance(o, _Value) else o for o in out]
 
 
-def _backward_program(
+def backward_program(
     policy: Policy,
     traced: tracing.Traced,
     perturbed: tuple[bool, ...],
     kept: Any,
     live: tuple[bool, ...],
-) -> _Program:
+    barrier: bool = True,
+) -> Program:
     """Traces backward on abstract values.
 
     Args:
@@ -176,11 +177,12 @@ def _backward_program(
         perturbed: which operands are differentiated.
         kept: abstract kept values, one tree for each site.
         live: which outputs have a cotangent.
+        barrier: off where a branch around the program is one.
     """
 
     # Under jax.checkpoint, whose barrier spans residuals *and* cotangents: nothing is recomputed
     # before this block's backward begins, and CSE cannot undo it.
-    @jax.checkpoint
+    @jax.checkpoint if barrier else lambda fn: fn
     def replayed(moving: list[Any], resting: list[Any], kept: Any) -> list[Any]:
         moving_, resting_ = iter(moving), iter(resting)
         operands = [next(moving_) if p else next(resting_) for p in perturbed]
@@ -197,7 +199,7 @@ def _backward_program(
     inputs = [v.aval for v in (*traced.jaxpr.constvars, *traced.jaxpr.invars)]
     closed = tracing.trace(backward, inputs, kept, cotangents).closed
     jaxpr, reads = tracing.prune(closed)
-    return _Program(jaxpr, closed.consts, reads)
+    return Program(jaxpr, closed.consts, reads)
 
 
 def backward_and_bytes(
@@ -217,7 +219,7 @@ def backward_and_bytes(
     )
     live = tuple(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in traced.jaxpr.outvars)
     _, kept = jax.eval_shape(lambda *x: run_and_keep(policy, traced, x), *inputs)
-    program = _backward_program(policy, traced, perturbed, kept, live)
+    program = backward_program(policy, traced, perturbed, kept, live)
     reads = iter(program.reads[len(inputs) :])
     return program.jaxpr, [
         sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(site) if next(reads))
@@ -267,7 +269,7 @@ def apply(policy: Policy, traced: tracing.Traced, args: Sequence[Any]) -> list[A
         out, kept = run_and_keep(policy, traced, operands)
         abstract = jax.tree.map(jax.typeof, kept)
         program = functools.cache(
-            functools.partial(_backward_program, policy, traced, perturbed, abstract)
+            functools.partial(backward_program, policy, traced, perturbed, abstract)
         )
         # Frozen weights, biases, values that only they need: what backward never reads is dropped.
         reads = program(differentiable).reads
@@ -275,7 +277,7 @@ def apply(policy: Policy, traced: tracing.Traced, args: Sequence[Any]) -> list[A
             x if read else None
             for x, read in zip(jax.tree.leaves((operands, kept)), reads, strict=False)
         ]
-        return out, Residuals(tuple(used), _Backward(perturbed, program))
+        return out, Residuals(tuple(used), Backward(perturbed, program))
 
     def backward(residuals: Residuals, cotangents: list[Any]) -> tuple[Any, ...]:
         live = tuple(

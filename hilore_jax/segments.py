@@ -139,34 +139,57 @@ def scan_blocks(
     """
     if isinstance(policies, Interventions):
         return policies.scan(block_fn, stacked_params, x, shared)
+
+    def block_under(policy: Policy) -> Callable[..., Any]:
+        decorate = decorator(policy, caller="hl.scan_blocks")
+        return block_fn if is_disabled() else decorate(block_fn)
+
+    parts = []
+    with arguments.reverse_only(block_fn):
+        for policy, stack in pieces(stacked_params, policies):
+            x, aux, has_aux = scan_one(block_under(policy), stack, x, shared)
+            parts.append((aux, has_aux))
+    return with_aux(x, parts)
+
+
+def pieces(stacked_params: Any, policies: Sequence[Policy] | Any) -> list[tuple[Policy, Any]]:
+    """The stack of each run of equal policies, in order; one that fits its run is not cut.
+
+    Raises:
+        ValueError: see `scan_blocks`.
+    """
     stacks = stacked_params if type(stacked_params) is tuple else (stacked_params,)
     runs = segments(policies)
     try:
-        pieces = _pieces(stacks, runs)
+        return _pieces(stacks, runs)
     except ValueError:
         _check_not_a_list_of_blocks(stacked_params, len(policies))
         raise
-    aux_parts: list[Any] = []
+
+
+def scan_one(
+    block: Callable[..., Any], stack: Any, x: Any, shared: Sequence[Any]
+) -> tuple[Any, Any, bool]:
+    """The last output of equal blocks, aux stacked over them, and whether they have any."""
     has_aux = False
-    for policy, stack in pieces:
-        decorate = decorator(policy, caller="hl.scan_blocks")
-        block = block_fn if is_disabled() else decorate(block_fn)
 
-        def body(carry: Any, params: Any, block: Callable = block) -> tuple[Any, Any]:
-            nonlocal has_aux
-            out = block(params, carry, *shared)
-            out, aux, has_aux = _split_aux(out, carry)
-            return out, aux
+    def body(carry: Any, params: Any) -> tuple[Any, Any]:
+        nonlocal has_aux
+        out, aux, has_aux = split_aux(block(params, carry, *shared), carry)
+        return out, aux
 
-        with arguments.reverse_only(block_fn):
-            x, aux = jax.lax.scan(body, x, stack)
-        aux_parts.append(aux)
-    if not has_aux:
+    x, aux = jax.lax.scan(body, x, stack)
+    return x, aux, has_aux
+
+
+def with_aux(x: Any, parts: Sequence[tuple[Any, bool]]) -> Any:
+    """`x`, or `(x, aux)` with the pieces' `(aux, has_aux)` joined."""
+    if not parts or not parts[-1][1]:
         return x
-    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *aux_parts)
+    return x, jax.tree.map(lambda *part: jnp.concatenate(part), *(aux for aux, _ in parts))
 
 
-def _split_aux(out: Any, x: Any) -> tuple[Any, Any, bool]:
+def split_aux(out: Any, x: Any) -> tuple[Any, Any, bool]:
     """Tells `x` from `(x, aux)` by the structure of the input."""
     expected = jax.tree.structure(x)
     if jax.tree.structure(out) == expected:

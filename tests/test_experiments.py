@@ -95,3 +95,14 @@ def test_reverse_task_rewards_each_letter(script):
     assert task.score(item.answer[:2], item) == pytest.approx(2 / 3)
     assert task.score(item.answer + "a", item) == pytest.approx(3 / 4)
     assert task.score("zzz", item) == 0.0
+
+
+def test_zero_rows_quick(script, unoptimized, tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    assert script("zero_rows").main(["--quick", "--turns", "1", "--out", str(out)]) == 0
+    whole, micro, skipped = json.loads(out.read_text())["rows"]
+    assert (whole["microbatches"], micro["microbatches"], skipped["microbatches"]) == (4, 4, 2)
+    assert (micro["rows_skipped"], skipped["rows_skipped"]) == (0, 8)
+    assert skipped["n_tokens"] == micro["n_tokens"] == whole["n_tokens"]
+    assert max(micro["gradient_difference"], skipped["gradient_difference"]) < 1e-5
+    assert whole["grad_norm"] > 0 and "without dead rows" in capsys.readouterr().out

@@ -50,6 +50,8 @@ FLOORS = {
     "segments": 2,
     "explain": 2,
     "gate": 2,
+    "gate_rule": 2,
+    "gated_scan": 2,
     "intervene": 2,
     "grpo": 2,
     "logra": 2,

@@ -24,11 +24,10 @@ a loader fills it with `nnx.update(decoder, state)` or `variable.set_value(array
 
 import functools
 from collections.abc import Sized
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, PyTree
@@ -40,6 +39,7 @@ from hilore_jax.models.cache import Cache, decode_blocks, prefill_blocks
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.linear import LinearFactory
 from hilore_jax.models.lora import dense_or_lora
+from hilore_jax.models.restack import restack, spans
 from hilore_jax.models.rope import cos_sin, positions
 from hilore_jax.segments import scan_blocks
 
@@ -92,7 +92,7 @@ class Decoder(nnx.Module):
         keys = jax.random.split(rngs.params(), config.n_layers)
         block = nnx.eval_shape(lambda: Block(config, linear=linear, rngs=nnx.Rngs(0)))
         graphdef, _ = nnx.split(block)
-        stacks = (_stack(config, linear, keys[a:b]) for a, b in _spans(lengths))
+        stacks = (_stack(config, linear, keys[a:b]) for a, b in spans(lengths))
         self.segments = nnx.List([nnx.merge(graphdef, state) for state in stacks])
 
     @property
@@ -126,14 +126,20 @@ class Decoder(nnx.Module):
             ValueError: shapes differ, the sequence is too long, or the policies do not count
                 one for each block.
         """
-        self._check(tokens, mask)
-        n_layers = self.config.n_layers
         if policies is None:
-            policies = (Policy(default=Store()),) * n_layers
-        _check_count(policies, n_layers)
-        x, cos, sin = self._embed(tokens, _positions(tokens, mask))
-        block_fn, params = self.blocks()
-        return self.norm(scan_blocks(block_fn, params, x, policies, cos, sin, mask))
+            policies = (Policy(default=Store()),) * self.config.n_layers
+        _check_count(policies, self.config.n_layers)
+        x, shared = self.embed(tokens, mask)
+        return self.norm(scan_blocks(*self.blocks(), x, policies, *shared))
+
+    def embed(
+        self, tokens: Int[Array, "batch seq"], mask: Bool[Array, "batch seq"] | None = None
+    ) -> tuple[Float[Array, "batch seq d_model"], tuple[Array, Array, Array | None]]:
+        """What `hidden` scans `blocks()` over: the first block's input, and what all share."""
+        self._check(tokens, mask)
+        position = jnp.arange(tokens.shape[1])[None] if mask is None else positions(mask)
+        x, cos, sin = self._embed(tokens, position)
+        return x, (cos, sin, mask)
 
     def unembedding(self) -> Float[Array, "vocab d_model"]:
         """The head's weight, storage dtype: the embedding where they are tied."""
@@ -246,31 +252,7 @@ def segment(decoder: Decoder, policies: tuple[Policy, ...]) -> Decoder:
         (2, 1)
     """
     _check_count(policies, decoder.config.n_layers)
-    lengths = tuple(len(list(run)) for _, run in groupby(policies))
-    block_fn, params = decoder.blocks()
-    spans = _spans(decoder.segment_lengths)
-
-    def stack(start: int, stop: int) -> PyTree:
-        parts = [
-            (state, max(start, a) - a, min(stop, b) - a)
-            for state, (a, b) in zip(params, spans, strict=True)
-            if a < stop and start < b
-        ]
-        if len(parts) == 1 and (start, stop) in spans:
-            return parts[0][0]
-
-        def join(*leaves):
-            pieces = [x[a:b] for x, (_, a, b) in zip(leaves, parts, strict=True)]
-            xp = np if isinstance(pieces[0], np.ndarray) else jnp
-            return xp.concatenate(pieces) if len(pieces) > 1 else pieces[0]
-
-        return jax.tree.map(join, *(state for state, _, _ in parts))
-
-    graphdef, state = nnx.split(decoder)
-    result = nnx.merge(graphdef, state)
-    stacks = (stack(a, b) for a, b in _spans(lengths))
-    result.segments = nnx.List([nnx.merge(block_fn.graphdef, part) for part in stacks])
-    return result
+    return restack(decoder, tuple(len(list(run)) for _, run in groupby(policies)))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -281,15 +263,6 @@ def _stack(config: DecoderConfig, linear: LinearFactory, keys: Array) -> PyTree:
         return nnx.split(Block(config, linear=linear, rngs=nnx.Rngs(params=key)))[1]
 
     return jax.lax.map(params, keys)
-
-
-def _spans(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
-    """First block, and one after the last, of each run of blocks."""
-    return list(pairwise(accumulate(lengths, initial=0)))
-
-
-def _positions(tokens: Array, mask: Array | None) -> Array:
-    return jnp.arange(tokens.shape[1])[None] if mask is None else positions(mask)
 
 
 def _check_count(policies: Sized, n_layers: int) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hilore_jax.actions import Policy
-from hilore_jax.planning.knapsack import Knapsack, solve
+from hilore_jax.planning.knapsack import solve
 from hilore_jax.planning.menu import Entry
+from hilore_jax.planning.problem import Knapsack
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,20 +10,19 @@ no solution better than a good rounding can hold. What is left is enumerated whe
 given to HiGHS's branch and bound where it is much.
 """
 
-import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from hilore_jax.planning.beam import beam
 from hilore_jax.planning.enumeration import Frame, candidates
-from hilore_jax.planning.groups import membership, starts
+from hilore_jax.planning.problem import Knapsack, starts
 from hilore_jax.planning.rounding import rounded
 
-# Largest coefficients after scaling; HiGHS allows rows and the objective's gap 1e-6, absolute.
-_ROW, _SCALE = 1e2, 1e4
+# Largest cost after scaling; HiGHS allows rows and the objective's gap 1e-6, absolute.
+_SCALE = 1e4
 _TIE = 1e-9  # costs that differ by less, relative, are ties
 _RETRIES = 8
 _NODES = 60_000  # of HiGHS's search, times open items: deterministic, unlike a time limit
@@ -36,63 +35,6 @@ class Solution(NamedTuple):
 
     counts: np.ndarray
     bound: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Knapsack:
-    """Items by group, and the budgets.
-
-    Attributes:
-        group: `[items]`, ascending from 0.
-        size: `[groups]`, members of each group.
-        cost: `[items]`, seconds, finite and not negative.
-        nbytes: `[items]`, whole bytes, int64.
-        risk: `[items]`, what adds up against `limit`, finite and not negative.
-        memory: bytes.
-        limit: budget of the sum of risks.
-    """
-
-    group: np.ndarray
-    size: np.ndarray
-    cost: np.ndarray
-    nbytes: np.ndarray
-    risk: np.ndarray
-    memory: int
-    limit: float
-
-    def bytes_of(self, counts: np.ndarray) -> int:
-        """Exact bytes."""
-        return sum(int(n) * int(b) for n, b in zip(counts, self.nbytes, strict=True) if n)
-
-    def risk_of(self, counts: np.ndarray) -> float:
-        """The correctly rounded sum of risks."""
-        return math.fsum(np.repeat(self.risk, counts))
-
-    def cost_of(self, counts: np.ndarray) -> float:
-        """The correctly rounded sum of costs."""
-        return math.fsum(np.repeat(self.cost, counts))
-
-    def fits(self, counts: np.ndarray) -> bool:
-        """Whether the counts are complete and keep both budgets, without any tolerance."""
-        members = np.bincount(self.group, counts, len(self.size))
-        return (
-            bool(np.all(counts >= 0) and np.array_equal(members, self.size))
-            and self.bytes_of(counts) <= self.memory
-            and self.risk_of(counts) <= self.limit
-        )
-
-    def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Both budgets as scaled `[2, items]` and `[2]`; what every choice pays is taken off."""
-        begin = starts(self.group)
-        least = np.minimum.reduceat(self.nbytes, begin)
-        above = self.nbytes - least[self.group]
-        spare = self.memory - sum(int(n) * int(b) for n, b in zip(self.size, least, strict=True))
-        matrix = np.stack([above.astype(float), self.risk])
-        most = self.size @ np.stack([np.maximum.reduceat(row, begin) for row in matrix], axis=1)
-        budgets = np.minimum([float(spare), self.limit], 2 * most + 1)  # infinity is not scaled
-        top = np.max(matrix, axis=1, initial=0.0)
-        scale = _ROW / np.where(top > 0, top, _ROW)
-        return matrix * scale[:, None], budgets * scale
 
 
 def solve(problem: Knapsack) -> Solution | None:
@@ -119,13 +61,13 @@ def solve(problem: Knapsack) -> Solution | None:
     known = rounded(problem.group, problem.size, cost, *problem.rows(), reduced)
     if known is not None and not problem.fits(known):
         known = None
-    many = len(problem.size) > _KINDS
-    if many:  # a tree over so many groups takes seconds and gains less than the bound's gap
+    if len(problem.size) > _KINDS:
+        # A tree over so many different groups takes seconds and gains less than the bound's gap.
         near = beam(problem.group, problem.size, cost, *problem.rows(), weights, reduced)
         fits = [c for c in (known, near) if c is not None and problem.fits(c)]
         known = min(fits, key=problem.cost_of, default=None)
     counts = _enumerated(problem, known, fractional)
-    if counts is None and many:
+    if counts is None and known is not None and len(problem.size) > _KINDS:
         counts = known
     if counts is None:
         counts = _searched(problem, known, lower, reduced)
@@ -171,6 +113,11 @@ def _slack(problem: Knapsack, known: np.ndarray, lower: float) -> float:
     return max(problem.cost_of(known) / _unit(problem) * (1 + _TIE) + _TIE * _SCALE - lower, 0.0)
 
 
+def _membership(group: np.ndarray, groups: int) -> sparse.csr_array:
+    items = np.arange(len(group))
+    return sparse.csr_array((np.ones(len(group)), (group, items)), shape=(groups, len(group)))
+
+
 def _relaxation(problem: Knapsack) -> tuple[np.ndarray, float, np.ndarray] | None:
     """Budget multipliers, a valid lower bound of the scaled cost, and reduced costs."""
     matrix, budgets = problem.rows()
@@ -180,7 +127,7 @@ def _relaxation(problem: Knapsack) -> tuple[np.ndarray, float, np.ndarray] | Non
         cost,
         A_ub=matrix,
         b_ub=budgets,
-        A_eq=membership(problem.group, len(problem.size)),
+        A_eq=_membership(problem.group, len(problem.size)),
         b_eq=problem.size,
         bounds=np.stack([np.zeros_like(upper), upper], axis=1),
     )
@@ -253,7 +200,7 @@ def _integer(
     if len(np.unique(group)) < len(problem.size):
         return None
     size: Any = problem.size  # scipy's stubs know no arrays here
-    members = LinearConstraint(membership(group, len(size)), size, size)
+    members = LinearConstraint(_membership(group, len(size)), size, size)
     matrix, budgets = problem.rows()
     matrix = np.concatenate([matrix, *(row[None] for row, _ in capped)])[:, open_items]
     allowed: Any = np.concatenate([budgets, [cap for _, cap in capped]])

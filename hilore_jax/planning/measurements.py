@@ -37,8 +37,8 @@ class Record:
                 )
             pairs = lambda found: tuple(tuple(pair) for pair in found)  # noqa: E731
             self.rows = [
-                Row(m, pairs(chosen), exposure, distance, norm, pairs(errors))
-                for m, chosen, exposure, distance, norm, errors in body["rows"]
+                Row(micro, pairs(chosen), exposure, distance, norm, pairs(errors))
+                for micro, chosen, exposure, distance, norm, errors in body["rows"]
             ]
             self.norms, self.seconds = body["norms"], body["seconds"]
         except (KeyError, TypeError) as error:

@@ -46,7 +46,7 @@ class Trial:
 
     policies: str  # what was compiled
     predicted: int | None  # bytes, peak; None where nothing was there to predict from
-    peak: int  # bytes, compiled
+    peak: int | None  # bytes, compiled; None where the compiler says: more than the device has
     fits: bool
 
 
@@ -63,7 +63,7 @@ class Plan:
         baseline: compiled peak that a relative budget refers to, or None, bytes.
         gc: compiled memory with every block recomputed.
         memory: compiled memory of this plan.
-        predicted: peak predicted for it before it was compiled, bytes.
+        predicted: peak that the other trials predict for it, bytes.
         bound_seconds: no choice from the menu can recompute for less time in this budget (the
             relaxation of the allocation), seconds.
         cost: "modelled" (roofline) or "measured".

@@ -1,7 +1,5 @@
 """A plan as text: block ranges x names, memory predicted and compiled, and why not the next."""
 
-from collections.abc import Sequence
-
 from hilore_jax.actions import Action, Offload, Recompute, Store
 from hilore_jax.explain import format_bytes
 from hilore_jax.planning.menu import Entry
@@ -69,29 +67,41 @@ def letter(action: Action) -> str:
 
 
 def why_not_better(plan: Plan) -> str:
-    """Which budget keeps the plan from the next faster choice of its block."""
-    entries: Sequence[Entry] = plan.entries
-    fastest = min(plan.menu, key=lambda entry: (entry.seconds, entry.nbytes))
-    if all(entry.seconds <= fastest.seconds for entry in entries):
+    """For each range of blocks, which budget keeps one of them from its next faster entry.
+
+    The next is the faster entry that needs fewest more bytes; of those that need none, the fastest
+    one, which then is forbidden by its risk.
+    """
+    fastest = min(entry.seconds for entry in plan.menu)
+    if all(entry.seconds <= fastest for entry in plan.entries):
         return "no block can be faster with any entry of the menu"
-    block = max(range(len(entries)), key=lambda b: entries[b].seconds)
-    slow = entries[block]
-    better = [entry for entry in plan.menus[block] if entry.seconds < slow.seconds]
-    step = min(better, key=lambda entry: max(0, entry.nbytes - slow.nbytes))
-    more = step.nbytes - slow.nbytes
-    left = plan.budget - plan.memory.peak
-    power = 1 if plan.paper else 2
-    total = (plan.risk**power - slow.risk**power + step.risk**power) ** (1 / power)
+    by_policy = {entry.policy: entry for entry in plan.menu}
+    lines, first = ["why not the next better, in one block of a range:"], 0
+    for policy, count in runs(plan.policies):
+        where = f"{first}-{first + count - 1}" if count > 1 else str(first)
+        lines.append(f"  {where}: {_next(plan, by_policy[policy])}")
+        first += count
+    return "\n".join(lines)
+
+
+def _next(plan: Plan, entry: Entry) -> str:
+    better = [other for other in plan.menu if other.seconds < entry.seconds]
+    if not better:
+        return "no entry of the menu is faster"
+    step = min(better, key=lambda other: (max(0, other.nbytes - entry.nbytes), other.seconds))
+    more, left = step.nbytes - entry.nbytes, plan.budget - plan.memory.peak
+    squares = plan.risk**2 - entry.risk**2 + step.risk**2
     reasons = []
     if more > left:
         reasons.append(f"{format_bytes(more)} more are needed, {format_bytes(left)} are left")
-    if total > plan.risk_budget:
-        reasons.append(f"the risk would be {total:.4f}")
-    because = " and ".join(reasons) or "it gains less than the search resolves"
-    return (
-        f"why not the next better: one more block from [{slow.policy}] to [{step.policy}]: "
-        f"{because}"
+    if squares > plan.risk_budget**2:
+        reasons.append(f"the risk would be {squares**0.5:.4f}")
+    gain = 1e3 * (entry.seconds - step.seconds)
+    small = (
+        f"its {gain:.3f} ms for {format_bytes(max(more, 0))} are less than other blocks gain with "
+        "them, or lie between two candidates"
     )
+    return f"[{step.policy}]: {' and '.join(reasons) or small}"
 
 
 def _memory(plan: Plan) -> list[str]:

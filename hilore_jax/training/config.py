@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, Literal
 
 from hilore_jax.actions import Policy
+from hilore_jax.planning.ladder import Ladder
 from hilore_jax.spelling import parse_policy
 from hilore_jax.training import checkpoint
 from hilore_jax.training.sampling import check_sampling
@@ -29,6 +31,12 @@ class TrainConfig:
     """The task's arguments, `key=value` pairs separated by commas."""
     policy: str = "gc"
     """`gc`, `store`, a JSON file, or pairs such as `mlp_gate=int8,attn_out=store`."""
+    ladder: str = ""
+    """JSON file of `hl.plan_ladder`: each microbatch under the plan that its exposure allows."""
+    skip_rows: bool = False
+    """Leave rows out that cannot move the policy: zero advantage with beta 0, or all masked."""
+    pack_by_exposure: bool = False
+    """Sort rows into microbatches by exposure, so that calm ones may compress more."""
     plan: str = ""
     """A plan's JSON file; its policies go before `policy`."""
     allow_rejected: bool = False
@@ -96,7 +104,8 @@ class TrainConfig:
         # A policy file's content counts, not its name.
         settings = {k: v for k, v in settings.items() if k not in ("plan", "allow_rejected")}
         planned = {"plan": _policies_of(self.plan)} if self.plan else {}
-        return settings | {"policy": str(self.parsed_policy)} | planned
+        ladder = hashlib.sha256(Path(self.ladder).read_bytes()).hexdigest() if self.ladder else ""
+        return settings | {"policy": str(self.parsed_policy), "ladder": ladder} | planned
 
 
 def _policies_of(path: str) -> list[Any]:
@@ -147,9 +156,21 @@ def faults(config: TrainConfig) -> list[str]:
             parse(getattr(config, name))
         except (ValueError, TypeError, OSError) as error:
             found.append(f"{name}: {error}")
+    if config.ladder:
+        found += _ladder_faults(config)
     if config.plan and not Path(config.plan).is_file():
         found.append(f"plan '{config.plan}' is not a file; write one with hilore plan --out")
     return found + _folder_faults(Path(config.run_dir), config.resume)
+
+
+def _ladder_faults(config: TrainConfig) -> list[str]:
+    if config.policy != TrainConfig.policy:
+        return [f"policy '{config.policy}' and a ladder: its plans hold the policies, give one"]
+    try:
+        Ladder.load(config.ladder)
+    except (ValueError, OSError) as error:
+        return [f"ladder: {error}"]
+    return []
 
 
 def _folder_faults(run_dir: Path, resume: bool) -> list[str]:

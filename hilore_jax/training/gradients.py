@@ -122,7 +122,13 @@ def make_gradients(
         accumulated over the microbatches, each divided by the whole update's tokens (methods 1.1),
         and metrics under TRL's names.
     """
-    micro_gradients = make_micro_gradients(graphdef, **options)
+    return sum_micro_gradients(make_micro_gradients(graphdef, **options), update_metrics)
+
+
+def sum_micro_gradients(
+    micro_gradients: Callable[..., Any], metrics: Callable[[nnx.State, Any], Metrics]
+) -> Callable[[Policies, Any, Batch], tuple[nnx.State, Metrics]]:
+    """`make_gradients` of any gradients of a microbatch, and their metrics from what was seen."""
 
     def gradients(policies: Policies, state: Any, batch: Batch):
         check_batch(batch)
@@ -135,7 +141,7 @@ def make_gradients(
             return add_gradients(total, grads), seen
 
         grads, seen = jax.lax.scan(accumulate, zero_gradients(state.params), batch)
-        return grads, update_metrics(grads, seen)
+        return grads, metrics(grads, seen)
 
     return gradients
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,19 +11,18 @@ import optax
 from flax import nnx
 
 from hilore_jax.grpo import group_advantages
-from hilore_jax.models.decoder import Decoder, segment
+from hilore_jax.models.decoder import Decoder
+from hilore_jax.models.restack import restack
 from hilore_jax.training.batch import Batch, micro
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.experience import Experience, logp_difference, to_batch
-from hilore_jax.training.planned import run_policies
-from hilore_jax.training.report import kept_bytes
-from hilore_jax.training.step import (
-    TrainState,
-    init_state,
-    jit_update,
-    make_actor_update,
-    make_score,
-    raise_if_nonfinite,
+from hilore_jax.training.step import init_state, make_score, raise_if_nonfinite
+from hilore_jax.training.strategy import (
+    Update,
+    make_strategy,
+    most_kept_bytes,
+    plans,
+    segment_lengths,
 )
 
 
@@ -45,27 +43,21 @@ class Learner:
 
     def __init__(self, config: TrainConfig, model: Decoder):
         self.config = config
-        self.policies = run_policies(config, model.config)
-        self.n_traces = 0
+        self.policies = plans(config, model.config)[0]  # of a ladder, its most compressed
         self.about: dict[str, int | None] = {}  # of the compiled update, the same in every line
         self._shape = model.config
         optimizer = make_optimizer(config)
         key = jax.random.key(config.seed)
-        self.graphdef, self.state = init_state(segment(model, self.policies), optimizer, key)
+        held = restack(model, segment_lengths(config, model.config))
+        self.graphdef, self.state = init_state(held, optimizer, key)
         self.reference = self._reference_params(model)
-        temperature = config.temperature or 1.0
-        self._score = make_score(self.graphdef, temperature=temperature)
-        update = make_actor_update(
-            self.graphdef,
-            optimizer,
-            clip=config.clip,
-            beta=config.beta,
-            temperature=temperature,
-            max_grad_norm=config.max_grad_norm,
-            entropy=config.log_entropy,
-        )
-        self._jitted = jit_update(self._counted(update))
-        self._compiled: Callable[[TrainState, Batch], Any] | None = None
+        self._score = make_score(self.graphdef, temperature=config.temperature or 1.0)
+        self.strategy = make_strategy(config, model.config, self.graphdef, optimizer)
+
+    @property
+    def n_traces(self) -> int:
+        """How often an update, or a microbatch of one, was traced."""
+        return self.strategy.n_traces
 
     def model(self) -> Decoder:
         """The current policy, for rollouts."""
@@ -92,21 +84,17 @@ class Learner:
         width = self.config.completion_length
         return self._score(params, self.state.frozen, tokens, mask, completion=width)
 
-    def compile(self, batch: Batch) -> Callable[[TrainState, Batch], Any]:
+    def compile(self, batch: Batch) -> Update:
         """The update `(state, batch) -> (state, metrics)`, compiled once; it donates the state.
 
-        `about` then holds `update_temp_bytes`, which XLA reports, and the bytes of `kept_bytes`.
+        `about` then holds `update_temp_bytes`, which XLA reports, and the bytes of `kept_bytes`;
+        of several plans, the most.
         """
-        if self._compiled is None:
-            compiled = self._jitted.lower(self.policies, self.state, batch).compile()
-            analysis = compiled.memory_analysis()
-            temp = None if analysis is None else int(analysis.temp_size_in_bytes)
-            rows, seq = batch.tokens.shape[1:]
-            kept = kept_bytes(self._shape, self.policies, rows, seq)
-            self.about = {"update_temp_bytes": temp, **kept}
-            self._compiled = compiled
-            return compiled
-        return self._compiled
+        compiled = self.strategy.compile(self.state, batch)
+        if not self.about:
+            kept = most_kept_bytes(self.config, self._shape, *batch.tokens.shape[1:])
+            self.about = {**self.strategy.about, **kept}
+        return compiled
 
     def update(self, batch: Batch) -> dict[str, Any]:
         """One actor update; the state moves on. Raises FloatingPointError on a non-finite one."""
@@ -114,7 +102,7 @@ class Learner:
         metrics = jax.device_get(metrics)
         raise_if_nonfinite(metrics, batch)
         del metrics["nonfinite_index"]
-        return {name: value.item() for name, value in metrics.items()}
+        return {name: np.asarray(value).tolist() for name, value in metrics.items()}
 
     def _reference_params(self, model: Decoder) -> nnx.State | None:
         if self.config.beta == 0:
@@ -123,10 +111,3 @@ class Learner:
         # update donates its state.
         frozen = jnp.zeros_like if model.config.lora is not None else jnp.copy
         return jax.tree.map(frozen, self.state.params)
-
-    def _counted(self, update):
-        def counted(policies, state, batch):
-            self.n_traces += 1
-            return update(policies, state, batch)
-
-        return counted

@@ -14,6 +14,7 @@ from hilore_jax.remat import remat
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.experience import TextTokenizer
 from hilore_jax.training.report import block_and_arguments
+from hilore_jax.training.strategy import plans
 from hilore_jax.training.tasks import Task, check_args, parse_args, reasoning_gym_task
 from hilore_jax.training.toy import copy_task, count_task
 
@@ -96,6 +97,7 @@ def check_model(config: TrainConfig, shape: DecoderConfig) -> None:
             f"{shape.max_seq}; shorten one of them"
         )
     block, arguments = block_and_arguments(shape, config.micro_rows, total)
-    decorated = remat(config.parsed_policy)(block)
-    # The derivative too: a codec meets its activation's shape only there.
-    jax.eval_shape(lambda p, x, *rest: jax.vjp(decorated, p, x, *rest)[0], *arguments)
+    for policy in {policy for policies in plans(config, shape) for policy in policies}:
+        decorated = remat(policy)(block)
+        # The derivative too: a codec meets its activation's shape only there.
+        jax.eval_shape(lambda p, x, *rest: jax.vjp(decorated, p, x, *rest)[0], *arguments)  # noqa: B023

@@ -129,6 +129,8 @@ def versions(config: TrainConfig | None = None) -> dict[str, Any]:
     found["devices"] = jax.device_count()
     if config is not None:
         found["policy"] = json.loads(config.parsed_policy.to_json())
+        if config.ladder:
+            found |= {"policy": "ladder", "ladder": config.fingerprint()["ladder"]}
     return found
 
 

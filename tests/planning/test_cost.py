@@ -45,6 +45,7 @@ def test_the_peak_is_that_of_the_operands_dtype():
     assert seconds(jnp.float32) == 128.0 and seconds(jnp.bfloat16) == 16.0
 
 
+@pytest.mark.newest
 def test_elementwise_chains_read_and_write_once():
     x = shape(10)
     assert program(lambda x: jnp.exp(jnp.sin(x) * 2 + 1), x, device=SLOW) == 80
@@ -62,6 +63,7 @@ def test_elementwise_chains_read_and_write_once():
     assert named == 160
 
 
+@pytest.mark.newest
 def test_loops_count_their_length_branches_their_most_and_calls_their_inside():
     w = shape(4, 4)
     one = program(jnp.matmul, w, w, device=FAST)
@@ -90,6 +92,7 @@ def test_an_opaque_kernel_takes_its_bytes():
     assert program(kernel, x, device=SLOW) == 2 * 4 * 128
 
 
+@pytest.mark.newest
 def test_codecs_and_transfers_take_their_traffic():
     aval = tracing.trace(lambda x: x, X).jaxpr.invars[0].aval
     exact, encoded = 4 * ROWS * D, codecs.nbytes((3, 5, D), "int8", tile=None)
@@ -101,6 +104,7 @@ def test_codecs_and_transfers_take_their_traffic():
     assert roofline.source == "modelled"
 
 
+@pytest.mark.newest
 def test_recompute_seconds_by_hand():
     def seconds(policy, device, argnums=None):
         return recompute_seconds(

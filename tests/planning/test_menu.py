@@ -77,6 +77,7 @@ def test_the_search_for_larger_blocks_finds_points_of_the_same_set(case, monkeyp
     assert min(f[1] for f in found) == pytest.approx(min(f[1] for f in whole))
 
 
+@pytest.mark.newest
 def test_entries_remove_the_matmuls_that_they_say():
     menu = menu_of("mlp")
     block, args, argnums, _ = CASES["mlp"]
@@ -116,6 +117,7 @@ def test_what_a_risk_forbids_is_not_offered():
         menu_of("mlp", limit=1)
 
 
+@pytest.mark.newest
 def test_integers_loops_and_short_axes_are_never_compressed():
     def block(p, x):
         h = checkpoint_name(x @ p["gate"], "h")
@@ -154,6 +156,7 @@ def test_blocks_with_nothing_to_choose_are_refused():
         call(lambda m, x: m(x), nnx.Linear(8, 8, rngs=nnx.Rngs(0)), X)
 
 
+@pytest.mark.newest
 def test_offload_is_offered_on_request_where_there_is_host_memory():
     fast = Device(host_link=1e10)
     menu = menu_of("dropout", target=fast, offload=True, limit=1000)

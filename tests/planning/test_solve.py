@@ -67,7 +67,13 @@ def made(memory, risk=0.015):
     return plan(memory, risk)
 
 
-LADDER = ("1.0x gc", "1.2x gc", "1.5x gc", "2x gc", "4x gc")
+LADDER = ("1.0x gc", "1.2x gc", "2x gc", "4x gc")
+
+
+@pytest.mark.newest
+def test_a_budget_for_everything_recomputes_nothing():
+    found = made(LADDER[-1])
+    assert found.removed_flops == 1 and found.memory.peak <= found.budget
 
 
 @pytest.mark.parametrize("memory", LADDER)
@@ -84,14 +90,16 @@ def test_the_compiled_peak_fits_and_is_what_another_compilation_says(memory):
 
 
 def test_predicted_peaks_are_close_to_compiled_ones():
-    for memory in LADDER:
+    # Not for small budgets: six small blocks, whose transients are as large as what they keep.
+    for memory in LADDER[2:]:
         assert made(memory).predicted == pytest.approx(made(memory).memory.peak, rel=0.03)
 
 
 def test_a_larger_budget_is_never_slower_and_the_ends_are_known():
     seconds = [made(memory).recompute_seconds for memory in LADDER]
     assert seconds == sorted(seconds, reverse=True)
-    assert made("1.0x gc").policies == (hl.Policy({}),) * N
+    least = made("1.0x gc")  # what needs no more than GC may still recompute less
+    assert least.memory.peak <= least.gc.peak == least.budget
     assert made("4x gc").removed_flops == 1
     assert seconds[0] > seconds[1] > seconds[-1]
     for memory in LADDER:
@@ -122,7 +130,7 @@ def test_risk_budgets_decide_what_is_compressed():
 
 def test_absolute_budgets_and_baselines():
     gc = made("1.0x gc").gc.peak
-    assert plan(gc).policies == (hl.Policy({}),) * N
+    assert plan(gc).budget == gc and plan(gc).policies == made("1.0x gc").policies
 
     def wasteful(policies, stack, x):
         state, _ = update(policies, stack, x)
@@ -229,6 +237,8 @@ def test_the_table_says_what_is_done_and_why_not_more():
     assert head[:1] == ["blocks"] and {"gate", "up"} <= set(head)
     assert "seconds are modelled" in text and "peak: compiled" in text
     assert "more are needed" in text or "the risk would be" in text
+    ranges = [line.split()[0] for line in text.splitlines()[2:] if line[0].isdigit()]
+    assert len(ranges) > 1 and all(f"\n  {blocks}: " in text for blocks in ranges)
     assert "no block can be faster" in made("4x gc").explain()
 
 

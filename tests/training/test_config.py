@@ -39,6 +39,8 @@ def test_defaults_are_sound(config):
         ({"policy": "mlp_gate=int3"}, "policy: .*int3"),
         ({"policy": "missing.json"}, "policy: .*missing.json"),
         ({"task_args": "min_terms"}, "task_args: .*key=value"),
+        ({"ladder": "missing.json"}, "ladder: .*missing.json"),
+        ({"ladder": "l.json", "policy": "store"}, "policy 'store' and a ladder"),
         ({"resume": True}, "nothing to resume"),
     ],
 )

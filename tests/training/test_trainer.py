@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import signal
 import sys
 from pathlib import Path
@@ -12,6 +13,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import hilore_jax as hl
+from hilore_jax.planning.ladder import Ladder
+from hilore_jax.planning.memory import Memory
+from hilore_jax.planning.menu import Entry
+from hilore_jax.planning.plan import Plan
 from hilore_jax.training import checkpoint, trainer
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.learner import Learner
@@ -332,3 +338,73 @@ def test_what_takes_long_is_announced(run, config, capsys):
     first, second, *_ = capsys.readouterr().err.splitlines()
     assert first == f"loading {config.model} and the task count"
     assert second.startswith("compiling")
+
+
+def ladder_file(path, blocks=2):
+    """A ladder as `hl.plan_ladder` writes it, for the tiny model."""
+    gc = hl.Policy({})
+    low = hl.Policy({"mlp_gate": hl.Compress("int8"), "mlp_up": hl.Compress("int8")})
+    menu = (
+        Entry(gc, 0, 2.0, 1, 8, risk=0.0),
+        Entry(low, 100, 1.0, 0, 0, risk=0.001),
+    )
+    memory = Memory(arguments=1, outputs=1, aliased=1, temporaries=1, host=0, xla_peak=0)
+
+    def made(policies):
+        return Plan(
+            policies=policies,
+            menu=menu,
+            target="cpu",
+            risk_budget=0.015,
+            budget=9,
+            baseline=None,
+            gc=memory,
+            memory=memory,
+            predicted=2,
+            bound_seconds=1.0,
+            cost="modelled",
+            fingerprint={"jax": jax.__version__},
+            trials=(),
+        )
+
+    Ladder((0.5, math.inf), (made((low,) * blocks), made((gc,) * blocks))).save(path)
+    return str(path)
+
+
+def test_a_ladder_and_skipped_rows_train_and_resume_bit_for_bit(
+    config, parts, tmp_path, monkeypatch
+):
+    quick = hl.compiler_options() | {"xla_backend_optimization_level": 0}
+    monkeypatch.setattr("hilore_jax.training.laddered.compiler_options", lambda: quick)
+    changes = {"policy": "gc", "ladder": ladder_file(tmp_path / "ladder.json"), "beta": 0.0}
+    config = dataclasses.replace(config, **changes, skip_rows=True, pack_by_exposure=True)
+    built = parts()
+    learner = Learner(config, built.model)
+    start = jax.tree.map(jnp.copy, learner.state)
+    done = train(config, built, learner=learner)
+    assert [m["step"] for m in done.metrics] == [1, 2, 3]
+    for line in lines(config):
+        hits = [line[f"ladder_hits/{edge}"] for edge in ("0.5", "inf")]
+        assert sum(hits) == len(line["micro_exposure"]) <= 2
+        assert line["risk_used"] <= line["risk_budget"] <= 0.015 * (1 + 1e-9)
+        assert line["n_traces"] == 2 and line["ladder_redo"] >= 0
+        # Groups of equal reward are left out, whole.
+        assert line["rows_skipped"] >= 4 * round(2 * line["frac_reward_zero_std"])
+    again = dataclasses.replace(config, run_dir=f"{config.run_dir}-again")
+    learner.state = jax.tree.map(jnp.copy, start)
+    stopped = train(again, built, learner=learner, on_update=interrupt(signal.SIGINT, 1))
+    assert stopped.stopped_by == signal.SIGINT
+    learner.state = jax.tree.map(jnp.copy, start)
+    resumed = train(dataclasses.replace(again, resume=True), built, learner=learner)
+    jax.tree.map(np.testing.assert_array_equal, resumed.state.params, done.state.params)
+    recorded = json.loads((Path(config.run_dir) / "versions.json").read_text())
+    assert recorded["policy"] == "ladder"
+
+
+def test_a_ladder_of_another_model_is_refused_before_sampling(config, parts, tmp_path):
+    wrong = dataclasses.replace(
+        config, policy="gc", ladder=ladder_file(tmp_path / "ladder.json", blocks=3)
+    )
+    with pytest.raises(ValueError, match="is for 3 blocks, the model has 2"):
+        train(wrong, parts())
+    assert not Path(wrong.run_dir).exists()

@@ -1,0 +1,152 @@
+"""Exposure before the forward: what the ratio's clip range says about a microbatch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Num, Shaped
+
+from hilore_jax.grpo.checks import check_number
+from hilore_jax.grpo.exposure import exposure
+from hilore_jax.grpo.terms import LOG_RATIO_LIMIT, loss_scalars, token_arrays
+
+# omega is rounded three times and the sum once; this covers both with room.
+_ROUNDING = 1 + 2.0**-20
+
+
+class ExposureEstimate(NamedTuple):
+    """Exposure foretold without a forward.
+
+    Attributes:
+        value: float32 scalar, or `[batch]` per row.
+        is_bound: bool, same shape: the exact exposure cannot exceed `value`, whatever the policy.
+    """
+
+    value: Array
+    is_bound: Array
+
+
+def estimate_exposure(
+    logp_old: Num[Array | np.ndarray, "batch seq"],
+    logp_ref: Num[Array | np.ndarray, "batch seq"] | None,
+    advantages: Num[Array | np.ndarray, "..."],
+    mask: Shaped[Array | np.ndarray, "batch seq"],
+    update_tokens: ArrayLike,
+    *,
+    clip: ArrayLike = 0.2,
+    beta: ArrayLike = 1e-3,
+    clip_high: ArrayLike | None = None,
+    margin: ArrayLike | None = None,
+    per_row: bool = False,
+) -> ExposureEstimate:
+    r"""Exposure of a microbatch whose log-probs under the current policy are not known yet.
+
+    A token with `A >= 0` counts only while `rho <= 1 + clip_high` (arXiv 2609.33570, omega), so
+
+        |omega_t| <= (1 + clip_high) |A_t| / N                              (A_t >= 0, beta 0)
+
+    whatever the policy: a bound. With `A < 0` the ratio has no upper limit, and the reference term
+    needs `logp_t = logp_old_t + log rho_t`. There the ratio is taken to lie in
+    `[1 / (1 + m), 1 + m]`:
+
+        |omega_t| <= (1 + m) |A_t| / N + beta/N max_r |1 - exp(logp_ref - logp_old) / r|,
+                     r = 1/(1+m) or 1+m
+
+    which is an estimate with margin m. Without the reference term it is exceeded only if the mean
+    of the active ratios, weighted by `|A|`, exceeds `1 + m`: single tokens may, as long as others
+    make up for them. Under the policy that sampled every ratio has mean 1, a clipped update moves
+    it by about `clip`, and an active token with `A < 0` is pushed to smaller ratios, so
+    `m = clip_high` is the default. The exact exposure is known after the forward; `is_bound` says
+    whether it has to be compared.
+
+    Args:
+        logp_old: `[batch, seq]`, nats.
+        logp_ref: `[batch, seq]`, nats, or None.
+        advantages: `[batch]` or `[batch, seq]`.
+        mask: `[batch, seq]`, the optimized tokens.
+        update_tokens: Tokens N of the complete update.
+        clip: Lower eps, and the upper one where `clip_high` is None.
+        beta: Weight of the reference term.
+        clip_high: Upper eps.
+        margin: m >= 0; None: `clip_high`.
+        per_row: One estimate a sequence.
+
+    Returns:
+        The estimate and whether it is a bound. NaN where an input under the mask is.
+
+    Raises:
+        ValueError: As `loss_and_coefficients`, or a margin that is negative.
+
+    Example:
+        >>> one = jnp.ones((1, 2))
+        >>> made = estimate_exposure(-one, None, jnp.array([1.0]), one, 4, clip=0.25, beta=0.0)
+        >>> print(round(float(made.value), 4), made.is_bound)
+        0.625 True
+        >>> print(estimate_exposure(-one, None, jnp.array([-1.0]), one, 4).is_bound)
+        False
+    """
+    margin = (clip if clip_high is None else clip_high) if margin is None else margin
+    check_number("margin", margin, least=0.0)
+    _, tokens = token_arrays(logp_old, logp_old, logp_ref, advantages, mask)
+    scalars = loss_scalars(tokens.logp_old.dtype, update_tokens, clip, clip_high, beta)
+    top = 1.0 + jnp.asarray(margin).astype(tokens.logp_old.dtype)
+    positive = tokens.advantages >= 0
+    # NaN advantages and log-probs stay visible: neither comparison nor maximum drops them.
+    terms = jnp.where(positive, scalars.high, top) * jnp.abs(tokens.advantages)
+    terms = terms + 0.0 * tokens.logp_old
+    certain: Array = positive | ~tokens.mask
+    if tokens.logp_ref is not None:
+        certain = certain & (scalars.beta == 0)
+        terms = terms + scalars.beta * _reference(tokens.logp_ref - tokens.logp_old, top)
+    values = exposure(scalars.weight * terms, tokens.mask, per_row=per_row)
+    return ExposureEstimate(values * _ROUNDING, jnp.all(certain, axis=-1 if per_row else None))
+
+
+def _reference(gap: Float[Array, "batch seq"], top: Float[Array, ""]) -> Float[Array, "batch seq"]:
+    """Largest `|1 - exp(gap) / r|` for r in `[1 / top, top]`: it is convex in 1/r, so at an end."""
+    shift = jnp.log(top)
+    ends = (jnp.expm1(jnp.minimum(gap + s, LOG_RATIO_LIMIT)) for s in (-shift, shift))
+    low, high = (jnp.abs(end) for end in ends)
+    return jnp.maximum(low, high)
+
+
+def dead_rows(
+    logp_old: Num[Array | np.ndarray, "batch seq"],
+    logp_ref: Num[Array | np.ndarray, "batch seq"] | None,
+    advantages: Num[Array | np.ndarray, "..."],
+    mask: Shaped[Array | np.ndarray, "batch seq"],
+    *,
+    beta: ArrayLike = 1e-3,
+) -> Bool[Array, "batch"]:
+    """Rows whose omega is exactly zero whatever the policy: they cannot matter to the update.
+
+    Fully masked rows, and rows whose advantages are all 0 where there is no reference term
+    (`beta = 0` or no reference). A row with a number that is not finite under its mask is kept, so
+    that the update can report it.
+
+    Args:
+        logp_old: `[batch, seq]`, nats.
+        logp_ref: `[batch, seq]`, nats, or None.
+        advantages: `[batch]` or `[batch, seq]`.
+        mask: `[batch, seq]`, the optimized tokens.
+        beta: Weight of the reference term.
+
+    Returns:
+        `[batch]` bool.
+
+    Example:
+        >>> old, mask = jnp.zeros((3, 2)), jnp.array([[1, 1], [1, 1], [0, 0]])
+        >>> print(dead_rows(old, None, jnp.array([0.0, 1.0, 1.0]), mask))
+        [ True False  True]
+    """
+    mask = jnp.asarray(mask) != 0
+    advantages = jnp.asarray(advantages)
+    advantages = advantages if advantages.ndim == 2 else advantages[:, None]
+    still = (advantages == 0) & jnp.isfinite(jnp.asarray(logp_old))
+    if logp_ref is not None:
+        still = still & jnp.isfinite(jnp.asarray(logp_ref)) & (jnp.asarray(beta) == 0)
+    return jnp.all(still | ~mask, axis=-1)

@@ -1,0 +1,285 @@
+"""A ladder of plans: the lower an update's exposure, the more may be compressed."""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hilore_jax.actions import Compress, Policy
+from hilore_jax.planning.buckets import Buckets, power_of_two_edges, risk_share
+from hilore_jax.planning.budget import Budget
+from hilore_jax.planning.memory_cache import write_whole
+from hilore_jax.planning.plan import Blocks, Plan, runs
+from hilore_jax.planning.solve import Update, plan
+from hilore_jax.planning.target import Target
+
+SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+    """Plans by exposure, all made ahead, so that choosing one never compiles anything.
+
+    Attributes:
+        edges: upper exposure of each bucket, ascending: powers of two, then infinity.
+        plans: one a bucket. Its risk is the one at the bucket's upper edge; the last compresses
+            nothing, so that any exposure has a plan.
+        risk: R, the relative gradient error allowed to a whole update.
+        share: of the update's tokens in one microbatch, for which the plans were made. Others are
+            converted, see `hilore_jax.planning.buckets.Buckets`.
+    """
+
+    edges: tuple[float, ...]
+    plans: tuple[Plan, ...]
+    risk: float = 0.015
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if len(self.plans) != len(self.edges):
+            raise ValueError(f"{len(self.plans)} plans for {len(self.edges)} buckets {self.edges}.")
+        if any(compresses(policy) for policy in self.plans[-1].policies):
+            raise ValueError(
+                "the last plan of a ladder serves every exposure and must compress nothing; plan "
+                "it with a risk budget of 0."
+            )
+        counts = sorted({len(made.policies) for made in self.plans})
+        if len(counts) != 1:
+            raise ValueError(f"the ladder's plans are for {counts} blocks: expected one number.")
+        allowed = risk_share(self.risk, 1, 1) * math.sqrt(self.share)
+        for edge, made in zip(self.edges[:-1], self.plans[:-1], strict=True):
+            if not made.risk <= allowed * (1 + 1e-12):
+                raise ValueError(
+                    f"the plan of the bucket up to exposure {edge:g} has risk {made.risk:g}, above "
+                    f"{allowed:g}, its microbatch's part of R = {self.risk:g}. Plan it with "
+                    "Budget(risk=R * sqrt(share)) and that exposure."
+                )
+        _ = self.buckets  # its own checks
+
+    @functools.cached_property
+    def buckets(self) -> Buckets:
+        """Edges, risks and shares: what the choice needs of the plans."""
+        risks = (*(made.risk for made in self.plans[:-1]), 0.0)
+        return Buckets(self.edges, risks, self.risk, self.share)
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Lengths of the stacks in which every plan finds its runs, see `refined_segments`."""
+        return refined_segments(made.policies for made in self.plans)
+
+    @property
+    def n_executables(self) -> int:
+        """How many different programs the plans are."""
+        return len({made.policies for made in self.plans})
+
+    def select(
+        self, exposure: float, tokens: int | None = None, update_tokens: int | None = None
+    ) -> int:
+        """The first bucket whose upper edge covers an exposure, in well under a millisecond.
+
+        Args:
+            exposure: of one microbatch, >= 0.
+            tokens: its optimized tokens; None: the share that was planned for.
+            update_tokens: those of the whole update.
+
+        Returns:
+            Index into `edges` and `plans`.
+
+        Raises:
+            ValueError: the exposure is negative or NaN, or the tokens exceed the update's.
+        """
+        return self.buckets.select(exposure, tokens, update_tokens)
+
+    def __str__(self) -> str:
+        lines = [
+            f"ladder of {len(self.plans)} plans in {self.n_executables} programs, R = "
+            f"{self.risk:g}, microbatches of {self.share:.3g} of the update's tokens",
+            f"{'exposure to':>12} {'risk':>9} {'peak MiB':>9} {'removed':>8}  policies",
+        ]
+        for edge, made in zip(self.edges, self.plans, strict=True):
+            policies = "; ".join(f"{n} x {policy}" for policy, n in runs(made.policies))
+            lines.append(
+                f"{edge:>12.4g} {made.risk:>9.2g} {made.memory.peak / 2**20:>9.1f} "
+                f"{made.removed_flops:>8.1%}  {policies}"
+            )
+        return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the ladder as JSON; a reader never sees half of it."""
+        fields = {
+            "schema": SCHEMA,
+            "edges": [None if edge == math.inf else edge for edge in self.edges],
+            "plans": [made.to_dict() for made in self.plans],
+            "risk": self.risk,
+            "share": self.share,
+        }
+        write_whole(Path(path), json.dumps(fields, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path, found: Mapping[str, str] | None = None) -> "Ladder":
+        """Reads a ladder.
+
+        Args:
+            path: a file that `save` wrote.
+            found: a `fingerprint` that must agree with every plan's.
+
+        Raises:
+            ValueError: not a ladder, of another schema, or made for another situation.
+        """
+        try:
+            fields = json.loads(Path(path).read_text())
+            schema, edges, plans = (fields[name] for name in ("schema", "edges", "plans"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a ladder file: {error!r}.") from None
+        if schema != SCHEMA:
+            raise ValueError(
+                f"{path} has ladder schema {schema}, this hilore_jax reads {SCHEMA}: "
+                + ("install a newer hilore_jax." if schema > SCHEMA else "plan again.")
+            )
+        made = tuple(Plan.from_dict(each, path, found) for each in plans)
+        try:
+            bounds = tuple(math.inf if edge is None else float(edge) for edge in edges)
+            return cls(bounds, made, float(fields["risk"]), float(fields["share"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is a damaged ladder file: {error}. Plan again.") from None
+
+
+def plan_ladder(
+    update: Update,
+    args: tuple[Any, ...] | Callable[[tuple[Policy, ...]], tuple[Any, ...]],
+    *,
+    blocks: Blocks,
+    budget: Budget,
+    target: str | Target = "device",
+    calibration: Any = None,
+    exposures: Sequence[float] | None = None,
+    share: float = 1.0,
+    most: int = 8,
+    plan_at: Callable[[float], Plan] | None = None,
+    **options: Any,
+) -> Ladder:
+    """One plan for every power of two of exposure, and an exact one for all above.
+
+    A compression's risk is `kappa e E / Ghat`: it grows with the exposure E of the update's
+    coefficients (methods of arXiv 2609.33570, with absolute gradients), so that a calm microbatch
+    may keep more in low precision. Each plan is `hilore_jax.plan` at its bucket's upper edge,
+    within
+
+        sum_b risk_b^2 <= R^2 tokens / update_tokens.
+
+    Args:
+        update: as for `hilore_jax.plan`.
+        args: as for `hilore_jax.plan`.
+        blocks: as for `hilore_jax.plan`.
+        budget: memory, and R of the whole update; R = 0 compresses nothing in any bucket.
+        target: as for `hilore_jax.plan`.
+        calibration: measured risks, a `Calibration`; its exposures are the default.
+        exposures: of microbatches as the run will see them (estimates where it selects by them).
+        share: tokens of a microbatch over those of the update.
+        most: finite buckets.
+        plan_at: makes the plan at an exposure, instead of `hilore_jax.plan`; called with infinity
+            for the last, which must compress nothing.
+        **options: others of `hilore_jax.plan`.
+
+    Returns:
+        The ladder.
+
+    Raises:
+        ValueError: as `hilore_jax.plan`; exposures that are negative, not finite or missing; a
+            share outside (0, 1].
+
+    Example:
+        >>> import functools, jax, jax.numpy as jnp, hilore_jax as hl
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> def block(w, x):
+        ...     return x + jnp.tanh(checkpoint_name(x @ w, "mlp_gate"))
+        >>> def update(policies, w, x):
+        ...     loss = lambda w: jnp.sum(hl.scan_blocks(block, w, x, policies))
+        ...     return jax.tree.map(lambda a, g: a - g, w, jax.grad(loss)(w)), {}
+        >>> w, x = jnp.ones((4, 16, 16)), jnp.ones((512, 16))
+        >>> how = {"blocks": Blocks(block, (w[0], x), 4), "target": "cpu"}
+        >>> def at(exposure):  # stands in for a calibration
+        ...     risks = lambda name, compress: 0.004 * exposure
+        ...     budget = Budget("2x gc", risk=0.0 if exposure == math.inf else 0.015)
+        ...     return plan(update, (w, x), budget=budget, risks=risks, **how)
+        >>> ladder = plan_ladder(
+        ...     update, (w, x), budget=Budget("2x gc"), exposures=[0.5, 3.0], plan_at=at, **how
+        ... )
+        >>> ladder.edges, ladder.select(0.7)
+        ((0.5, 1.0, 2.0, 4.0, inf), 1)
+    """
+    if exposures is None and calibration is None:
+        raise ValueError("hl.plan_ladder needs exposures, or a calibration that has them.")
+    edges = power_of_two_edges(calibration.exposures if exposures is None else exposures, most)
+    if not 0 < share <= 1:
+        raise ValueError(f"share = {share}: expected tokens / update tokens in (0, 1].")
+    if plan_at is None:
+        if calibration is None:
+            raise ValueError(
+                "hl.plan_ladder needs a calibration (hl.calibrate): default risks do not depend on "
+                "exposure, so that every bucket would get the same plan."
+            )
+        plan_at = _planner(
+            update,
+            args,
+            edges[-2],
+            dataclasses.replace(budget, risk=budget.risk * math.sqrt(share)),
+            blocks=blocks,
+            target=target,
+            calibration=calibration,
+            **options,
+        )
+    return Ladder(edges, tuple(plan_at(edge) for edge in edges), budget.risk, share)
+
+
+def _planner(
+    update: Update, args: Any, top: float, budget: Budget, **options: Any
+) -> Callable[[float], Plan]:
+    def at(exposure: float) -> Plan:
+        exact = exposure == math.inf  # nothing that has a risk may be used
+        within = dataclasses.replace(budget, risk=0.0) if exact else budget
+        chosen: dict[str, Any] = {**options, "exposure": top if exact else exposure}
+        return plan(update, args, budget=within, **chosen)
+
+    return at
+
+
+def compresses(policy: Policy) -> bool:
+    """Whether a policy keeps anything in low precision.
+
+    Example:
+        >>> compresses(Policy({})), compresses(Policy({"q": Compress("int8")}))
+        (False, True)
+    """
+    return bool(policy.names(Compress))
+
+
+def refined_segments(plans: Iterable[Plan | Sequence[Policy]]) -> tuple[int, ...]:
+    """Stack lengths in which every plan's runs of equal policies are whole stacks.
+
+    Weights held so are never copied when the plan changes: `hilore_jax.scan_blocks` passes on
+    uncut every stack that lies within one run.
+
+    Args:
+        plans: plans, or policies one a block, for the same number of blocks.
+
+    Returns:
+        Lengths that sum to the number of blocks: the common refinement.
+
+    Raises:
+        ValueError: no plans, or for different numbers of blocks.
+
+    Example:
+        >>> gc, kept = Policy({}), Policy({"q": Compress("int8")})
+        >>> refined_segments([[gc, gc, kept, kept], [gc, kept, kept, kept]])
+        (1, 1, 2)
+    """
+    every = [tuple(p.policies if isinstance(p, Plan) else p) for p in plans]
+    counts = sorted({len(policies) for policies in every})
+    if len(counts) != 1 or counts == [0]:
+        raise ValueError(f"plans for {counts} blocks: expected plans for one number of blocks.")
+    columns = list(zip(*every, strict=True))
+    starts = [i for i, column in enumerate(columns) if i == 0 or column != columns[i - 1]]
+    return tuple(b - a for a, b in zip(starts, [*starts[1:], counts[0]], strict=True))

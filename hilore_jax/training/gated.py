@@ -1,0 +1,195 @@
+"""Gradients of an update whose blocks decode as far as its own coefficients allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.core import Tracer
+from jaxtyping import Array, Num
+
+from hilore_jax.actions import Compress
+from hilore_jax.gate import gated_blocks
+from hilore_jax.gate_rule import choose_flags, share_of_budget
+from hilore_jax.grpo import exposure, loss_and_coefficients, token_logprobs
+from hilore_jax.training.batch import Batch
+from hilore_jax.training.gradients import (
+    Metrics,
+    Policies,
+    observe,
+    scored_inputs,
+    sum_micro_gradients,
+    update_metrics,
+)
+from hilore_jax.training.step import TrainState, make_apply
+
+
+def make_gated_gradients(
+    graphdef: nnx.GraphDef,
+    *,
+    coefficients: Num[Array | np.ndarray, "..."],
+    seconds: Num[Array | np.ndarray, "..."],
+    risk: Any = 0.015,
+    clip: float = 0.2,
+    beta: float = 1e-3,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    logprobs: Callable[..., Any] = token_logprobs,
+) -> Callable[..., tuple[nnx.State, Metrics]]:
+    """`make_micro_gradients` with a gate: blocks decode or recompute by the microbatch's exposure.
+
+    The coefficients omega = d loss / d logp are known after the forward pass, and with them the
+    exposure `E = sum_t |omega_t|` and the risk `coefficient_u E` of decoding block u (arXiv
+    2609.33570). `gate_rule.choose_flags` picks the blocks within the microbatch's share of R;
+    then one pass goes back, from omega and the flags. One executable for all exposures.
+
+    Args:
+        graphdef: the static part of a model with `embed`, `blocks` and `norm`, as `Decoder`.
+        coefficients: `[blocks]`, risk per exposure: `kappa e / Ghat` of a calibration.
+        seconds: `[blocks]`, saved where the block decodes instead of recomputing.
+        risk: R, the relative gradient error of an update; 0 never decodes.
+        clip: epsilon of the ratio's clipping.
+        beta: weight of the K3 reference term.
+        temperature: softmax temperature at which tokens are scored.
+        entropy: as in `make_micro_gradients`.
+        logprobs: as in `make_micro_gradients`.
+
+    Returns:
+        `gradients(policies, params, frozen, micro, update_tokens) -> (grads, seen)`, which takes
+        the place of `make_micro_gradients`; `seen["gate"]` holds the flags, exposure, and the risk
+        used and allowed, for `gated_metrics`.
+
+    Raises:
+        ValueError: coefficients or seconds of other shapes; a negative or NaN R; at the call,
+            another number of policies.
+
+    Example:
+        >>> import jax, hilore_jax as hl
+        >>> from hilore_jax.models.config import DecoderConfig
+        >>> from hilore_jax.models.decoder import Decoder
+        >>> config = DecoderConfig(
+        ...     vocab_size=8, d_model=4, d_ff=6, n_layers=2, n_heads=1, n_kv_heads=1, head_dim=4
+        ... )
+        >>> graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+        >>> gradients = make_gated_gradients(
+        ...     graphdef, coefficients=np.full(2, 0.01), seconds=np.ones(2)
+        ... )
+        >>> ones = jnp.ones((1, 2))
+        >>> micro = Batch(
+        ...     jnp.ones((1, 4), int),
+        ...     jnp.ones((1, 4), bool),
+        ...     ones > 0,
+        ...     -2 * ones,
+        ...     None,
+        ...     ones[0, :1],
+        ... )
+        >>> policies = (hl.Policy({"mlp_up": hl.Compress("int8")}),) * 2
+        >>> _, seen = gradients(policies, params, nnx.State({}), micro, 2)
+        >>> seen["gate"]["flags"].tolist()
+        [1.0, 1.0]
+    """
+    _check(coefficients, seconds, risk)
+
+    def gradients(policies: Policies, params, frozen, micro: Batch, update_tokens):
+        blocks = len(policies or ())
+        if blocks != np.shape(coefficients)[0]:
+            raise ValueError(
+                f"found {np.shape(coefficients)[0]} risk coefficients for {blocks} policies; a "
+                "gate needs one policy, coefficient and saving for each block"
+            )
+
+        def forward(params, token):
+            model = nnx.merge(graphdef, params, frozen)
+            x, shared = model.embed(micro.tokens, micro.attention_mask)
+            x, token = gated_blocks(*model.blocks(), x, policies, token, *shared)
+            scored = scored_inputs(model.norm(x), model.unembedding(), micro)
+            asked = {"entropy": True} if entropy else {}
+            logp = logprobs(*scored, temperature, **asked)
+            logp, nats = logp if isinstance(logp, tuple) else (logp, None)
+            return (logp, token), nats
+
+        token = jnp.zeros(blocks, jnp.float32)
+        (logp, _), pull, nats = jax.vjp(forward, params, token, has_aux=True)
+        mask = micro.completion_mask
+        terms = (logp, micro.logp_old, micro.logp_ref, micro.advantages, mask)
+        loss, omega = loss_and_coefficients(*terms, update_tokens, clip=clip, beta=beta)
+        total = exposure(omega, mask)
+        budget = share_of_budget(risk, jnp.sum(mask, dtype=jnp.float32), update_tokens)
+        # A block whose policy is exact has nothing to decode: it must not use up the budget.
+        lossy = np.array([bool(policy.names(Compress)) for policy in policies or ()])
+        saved = jnp.where(lossy, jnp.asarray(seconds), 0.0)
+        chosen = choose_flags(coefficients, saved, total, budget)
+        grads, _ = pull((omega.astype(logp.dtype), chosen.flags))
+        seen = observe(loss, logp, omega, nats, micro, clip)
+        return grads, {**seen, "gate": {"exposure": total, **chosen._asdict()}}
+
+    return gradients
+
+
+def _check(coefficients: Any, seconds: Any, risk: Any) -> None:
+    shapes = np.shape(coefficients), np.shape(seconds)
+    if shapes[0] != shapes[1] or len(shapes[0]) != 1:
+        raise ValueError(
+            f"coefficients {list(shapes[0])} and seconds {list(shapes[1])}: expected one risk "
+            "coefficient and one saving in seconds for each block"
+        )
+    if not isinstance(risk, Tracer) and not float(risk) >= 0:
+        raise ValueError(f"risk is {risk}; expected R >= 0, where 0 means no compression at all")
+
+
+def gated_metrics(grads: nnx.State, seen: dict[str, Any]) -> Metrics:
+    """`update_metrics`, and what the gate did.
+
+    Args:
+        grads: the update's gradients, summed over the microbatches.
+        seen: what the gradients of `make_gated_gradients` return, stacked over microbatches.
+
+    Returns:
+        Also `gate/decoded` (blocks decoded, over all microbatches), `gate/decoded_fraction`,
+        `gate/risk_used` and `gate/risk_budget` (of the update: roots of sums of squares), and by
+        microbatch `gate/flags` `[micro, blocks]` and `gate/exposure` `[micro]`.
+    """
+    gate = seen["gate"]
+    return {
+        **update_metrics(grads, {name: value for name, value in seen.items() if name != "gate"}),
+        "gate/decoded": jnp.sum(gate["flags"]),
+        "gate/decoded_fraction": jnp.mean(gate["flags"]),
+        "gate/risk_used": jnp.sqrt(jnp.sum(gate["risk_used"] ** 2)),
+        "gate/risk_budget": jnp.sqrt(jnp.sum(gate["risk_budget"] ** 2)),
+        "gate/flags": gate["flags"],
+        "gate/exposure": gate["exposure"],
+    }
+
+
+def make_gated_update(
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+    *,
+    max_grad_norm: float | None = 1.0,
+    **options: Any,
+) -> Callable[[Policies, TrainState, Batch], tuple[TrainState, Metrics]]:
+    """`make_actor_update` with a gate.
+
+    Args:
+        graphdef: the model's static part, from `init_state`.
+        optimizer: as in `make_actor_update`.
+        max_grad_norm: as in `make_actor_update`.
+        **options: those of `make_gated_gradients`.
+
+    Returns:
+        `update(policies, state, batch) -> (state, metrics)`, pure; the metrics are those of
+        `gated_metrics`.
+    """
+    gradients = sum_micro_gradients(make_gated_gradients(graphdef, **options), gated_metrics)
+    apply = make_apply(optimizer, max_grad_norm)
+
+    def update(policies: Policies, state: TrainState, batch: Batch):
+        grads, metrics = gradients(policies, state, batch)
+        return apply(state, grads, metrics), metrics
+
+    return update

@@ -1,0 +1,139 @@
+"""How a run's update is carried out: what a learner compiles and calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import optax
+from flax import nnx
+
+from hilore_jax.actions import Policy
+from hilore_jax.models.config import DecoderConfig
+from hilore_jax.planning.ladder import Ladder, refined_segments
+from hilore_jax.training.batch import Batch
+from hilore_jax.training.config import TrainConfig
+from hilore_jax.training.laddered import LadderedUpdate, one_bucket
+from hilore_jax.training.planned import run_policies
+from hilore_jax.training.report import kept_bytes
+from hilore_jax.training.step import TrainState, jit_update, make_actor_update
+
+Update = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
+
+
+@runtime_checkable
+class Strategy(Protocol):
+    """What carries out updates.
+
+    Attributes:
+        n_traces: programs traced so far.
+        about: figures of what was compiled, the same in every line of metrics.
+    """
+
+    n_traces: int
+    about: dict[str, int | None]
+
+    def compile(self, state: TrainState, batch: Batch) -> Update:
+        """`update(state, batch) -> (state, metrics)`, compiled once; it donates the state."""
+        ...
+
+
+class StaticUpdate:
+    """The whole update as one program, every microbatch under the same policies."""
+
+    def __init__(
+        self,
+        graphdef: nnx.GraphDef,
+        optimizer: optax.GradientTransformation,
+        policies: tuple[Policy, ...],
+        **options: Any,
+    ):
+        self.n_traces = 0
+        self.about: dict[str, int | None] = {}
+        self._compiled: Update | None = None
+        update = make_actor_update(graphdef, optimizer, **options)
+
+        def counted(policies: tuple[Policy, ...], state: TrainState, batch: Batch):
+            self.n_traces += 1
+            return update(policies, state, batch)
+
+        self._lower = functools.partial(jit_update(counted).lower, policies)
+
+    def compile(self, state: TrainState, batch: Batch) -> Update:
+        """The compiled update; `about` then holds `update_temp_bytes`, which XLA reports."""
+        if self._compiled is None:
+            compiled = self._lower(state, batch).compile()
+            analysis = compiled.memory_analysis()
+            temp = None if analysis is None else int(analysis.temp_size_in_bytes)
+            self.about = {"update_temp_bytes": temp}
+            self._compiled = compiled
+            return compiled
+        return self._compiled
+
+
+def plans(config: TrainConfig, shape: DecoderConfig) -> tuple[tuple[Policy, ...], ...]:
+    """The policies that a run may use, one a block, the most compressed first.
+
+    Raises:
+        ValueError: a ladder that is not for the model's number of blocks.
+    """
+    ladder = load_ladder(config)
+    if ladder is None:
+        return (run_policies(config, shape),)
+    found = tuple(made.policies for made in ladder.plans)
+    if len(found[0]) != shape.n_layers:
+        raise ValueError(
+            f"the ladder {config.ladder} is for {len(found[0])} blocks, the model has "
+            f"{shape.n_layers}. Plan again for this model."
+        )
+    return found
+
+
+def load_ladder(config: TrainConfig) -> Ladder | None:
+    """The ladder that the settings name."""
+    return Ladder.load(config.ladder) if config.ladder else None
+
+
+def segment_lengths(config: TrainConfig, shape: DecoderConfig) -> tuple[int, ...]:
+    """Stacks of blocks that no plan of the run has to cut."""
+    return refined_segments(plans(config, shape))
+
+
+def make_strategy(
+    config: TrainConfig,
+    shape: DecoderConfig,
+    graphdef: nnx.GraphDef,
+    optimizer: optax.GradientTransformation,
+) -> Strategy:
+    """The way in which the settings ask for updates.
+
+    Args:
+        config: the run's settings.
+        shape: of the model.
+        graphdef: the model's static part, its stacks in `segment_lengths`.
+        optimizer: of the trained parameters.
+    """
+    options: dict[str, Any] = {
+        "clip": config.clip,
+        "beta": config.beta,
+        "temperature": config.temperature or 1.0,
+        "max_grad_norm": config.max_grad_norm,
+        "entropy": config.log_entropy,
+    }
+    ladder, policies = load_ladder(config), plans(config, shape)
+    if ladder is None and not (config.skip_rows or config.pack_by_exposure):
+        return StaticUpdate(graphdef, optimizer, policies[0], **options)
+    buckets = one_bucket(policies[0])[0] if ladder is None else ladder.buckets
+    options |= {"skip_rows": config.skip_rows, "pack_by_exposure": config.pack_by_exposure}
+    return LadderedUpdate(graphdef, optimizer, buckets, policies, **options)
+
+
+def most_kept_bytes(
+    config: TrainConfig, shape: DecoderConfig, rows: int, seq: int
+) -> dict[str, int]:
+    """`kept_bytes` of the run's policies; of a ladder, the most that any plan keeps of each."""
+    found = [
+        kept_bytes(shape, policies, rows, seq) for policies in dict.fromkeys(plans(config, shape))
+    ]
+    return {name: max(one[name] for one in found) for name in found[0]}

@@ -1,0 +1,199 @@
+"""`hl.plan_ladder` on a small update: more compression at lower exposure, in one layout."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import hilore_jax as hl
+from blocks import inputs, mlp, params, temp_bytes
+from hilore_jax.planning.ladder import Ladder, compresses, plan_ladder, refined_segments
+from hilore_jax.planning.target import parse_target
+
+D, F, N = 32, 96, 6
+X = jax.ShapeDtypeStruct((8, 128, D), jnp.float32)
+ONE = jax.eval_shape(lambda: params(d=D, f=F))
+BLOCKS = hl.Blocks(mlp, (ONE, X), N)
+CPU = dataclasses.replace(parse_target("cpu"), flops=(("float32", 1e10),), bandwidth=2e10)
+GC, INT8 = hl.Policy({}), hl.Policy({"gate": hl.Compress("int8"), "up": hl.Compress("int8")})
+
+
+def arguments(policies):
+    lengths = [len(list(run)) for _, run in itertools.groupby(policies)]
+    stack = lambda n: jax.tree.map(lambda s: jax.ShapeDtypeStruct((n, *s.shape), s.dtype), ONE)  # noqa: E731
+    return tuple(stack(n) for n in lengths), X
+
+
+def update(policies, stack, x):
+    def loss(stack):
+        return jnp.sum(jnp.sin(hl.scan_blocks(mlp, stack, x, policies)))
+
+    return jax.tree.map(lambda a, g: a - 0.1 * g, stack, jax.grad(loss)(stack)), {}
+
+
+def planner(risk, memory="1.2x gc"):
+    """Stands in for a calibration: risks in proportion to exposure."""
+
+    def at(exposure):
+        budget = hl.Budget(memory, 0.0 if exposure == math.inf else risk)
+        return hl.plan(
+            update,
+            arguments,
+            blocks=BLOCKS,
+            budget=budget,
+            target=CPU,
+            codecs=(hl.Compress("int8"),),
+            risks=lambda name, compress: 0.004 * exposure,
+        )
+
+    return at
+
+
+@functools.cache
+def made(risk=0.015, share=1.0):
+    return plan_ladder(
+        update,
+        arguments,
+        blocks=BLOCKS,
+        budget=hl.Budget("1.2x gc", risk),
+        target=CPU,
+        exposures=(0.6, 3.5, 0.0),
+        share=share,
+        plan_at=planner(risk * math.sqrt(share)),
+    )
+
+
+def compressed(plan):
+    return sum(len(policy.names(hl.Compress)) for policy in plan.policies)
+
+
+def test_lower_exposure_compresses_more_and_the_top_is_exact():
+    ladder = made()
+    assert ladder.edges == (1.0, 2.0, 4.0, math.inf)
+    counts = [compressed(plan) for plan in ladder.plans]
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 0
+    seconds = [plan.recompute_seconds for plan in ladder.plans]
+    assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
+    assert all(plan.risk <= 0.015 and plan.memory.peak <= plan.budget for plan in ladder.plans)
+    for exposure, bucket in ((0.0, 0), (1.0, 0), (1.01, 1), (4.0, 2), (4.01, 3), (1e9, 3)):
+        assert ladder.select(exposure) == bucket
+    assert ladder.n_executables == len({plan.policies for plan in ladder.plans}) <= 4
+    assert "exposure to" in str(ladder) and "inf" in str(ladder)
+
+
+def test_a_quarter_of_the_tokens_has_half_of_the_risk_budget():
+    whole, part = made(), made(share=0.25)
+    assert [plan.risk_budget for plan in part.plans[:-1]] == [0.0075] * 3
+    assert sum(map(compressed, part.plans)) < sum(map(compressed, whole.plans))
+    # The same microbatch as all of the update may have twice the exposure.
+    assert part.select(2.0, 10, 10) == part.select(1.0) == part.select(1.0, 10, 40) == 0
+    assert part.select(2.01, 10, 10) == 1
+
+
+def test_no_risk_budget_compresses_nothing_at_any_exposure():
+    assert [compressed(plan) for plan in made(0.0).plans] == [0] * 4
+    assert made(0.0).n_executables == 1
+
+
+def test_what_is_not_measured_or_not_a_share_is_refused_before_planning():
+    def refused(message, **options):
+        options = {"exposures": [1.0], **options}
+        with pytest.raises(ValueError, match=message):
+            plan_ladder(
+                update, arguments, blocks=BLOCKS, budget=hl.Budget("2x gc"), target=CPU, **options
+            )
+
+    refused("needs a calibration")
+    refused("needs exposures", exposures=None)
+    refused("exposures hold -1", exposures=[-1.0])
+    refused("exposures hold nan", exposures=[math.nan])
+    refused(r"share = 1\.5", share=1.5)
+    refused("must compress nothing", plan_at=lambda exposure: made().plans[0])
+    with pytest.raises(ValueError, match=r"risk=-0\.1"):
+        hl.Budget("2x gc", -0.1)
+
+
+def test_a_plan_above_its_budget_and_a_wrong_count_are_refused():
+    ladder = made()
+    assert ladder.plans[0].risk > 0.001
+    with pytest.raises(ValueError, match="has risk"):
+        dataclasses.replace(ladder, risk=0.001)
+    with pytest.raises(ValueError, match="4 plans for 3 buckets"):
+        dataclasses.replace(ladder, edges=(1.0, 2.0, math.inf))
+    short = dataclasses.replace(ladder.plans[0], policies=ladder.plans[0].policies[1:])
+    with pytest.raises(ValueError, match=r"plans are for \[5, 6\] blocks"):
+        dataclasses.replace(ladder, plans=(short, *ladder.plans[1:]))
+
+
+def test_ladders_are_saved_and_loaded(tmp_path):
+    path = tmp_path / "ladder.json"
+    made().save(path)
+    assert Ladder.load(path) == made()
+    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    with pytest.raises(ValueError, match="planned for cpu; found cuda"):
+        Ladder.load(path, {"target": "cuda:h200"})
+    fields = json.loads(path.read_text())
+    for change, message in (
+        ({"schema": 9}, "schema 9.*install a newer"),
+        ({"schema": 0}, "schema 0.*plan again"),
+        ({"edges": [1.0, 0.5, 4.0, None]}, "damaged.*ascending"),
+        ({"risk": None}, "damaged"),
+    ):
+        path.write_text(json.dumps(fields | change))
+        with pytest.raises(ValueError, match=message):
+            Ladder.load(path)
+    for text in ("[1]", "{", "{}"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="not a ladder file"):
+            Ladder.load(path)
+    made().plans[0].save(path)
+    with pytest.raises(ValueError, match="not a ladder file"):
+        Ladder.load(path)
+
+
+def cut(stack, lengths):
+    bounds = itertools.pairwise(itertools.accumulate(lengths, initial=0))
+    return tuple(jax.tree.map(operator.itemgetter(slice(i, j)), stack) for i, j in bounds)
+
+
+def test_refined_segments_hold_every_plan_without_a_copy():
+    plans = [(INT8, INT8, INT8, GC), (INT8, GC, GC, GC)]
+    lengths = refined_segments(plans)
+    assert lengths == (1, 2, 1)
+    stack = jax.tree.map(lambda *a: jnp.stack(a), *(params(i, 64, 192) for i in range(4)))
+    x = inputs(shape=(4, 16, 64))
+    fine = cut(stack, lengths)
+
+    def gradients(policies, stack):
+        loss = lambda stack: jnp.sum(jnp.sin(hl.scan_blocks(mlp, stack, x, policies)))  # noqa: E731
+        return jax.grad(loss)(stack)
+
+    def temporaries(policies, stack):
+        jitted = jax.jit(
+            functools.partial(gradients, policies), compiler_options=hl.compiler_options()
+        )
+        return temp_bytes(jitted.lower(stack).compile())
+
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(stack))
+    for policies in plans:
+        own = cut(stack, refined_segments([policies]))
+        assert temporaries(policies, fine) <= temporaries(policies, own) + 0.05 * weights
+    # Witness: one stack that each plan cuts anew costs copies of the weights.
+    assert temporaries(plans[0], (stack,)) > temporaries(plans[0], fine) + 0.2 * weights
+
+
+def test_refined_segments_are_the_coarsest_that_serve():
+    assert refined_segments([(GC, GC, GC)]) == (3,)
+    assert refined_segments([(GC, INT8), (INT8, GC)]) == (1, 1)
+    assert refined_segments(made().plans) == made().segments
+    with pytest.raises(ValueError, match=r"plans for \[1, 2\] blocks"):
+        refined_segments([(GC, GC), (GC,)])
+    with pytest.raises(ValueError, match=r"plans for \[\] blocks"):
+        refined_segments([])
+    assert compresses(INT8) and not compresses(hl.Policy(default=hl.Store()))

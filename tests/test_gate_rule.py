@@ -1,0 +1,116 @@
+"""The choice of blocks that decode, against brute force and in real numbers."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hilore_jax.gate_rule import choose_flags, share_of_budget
+
+CHOOSE = jax.jit(choose_flags)
+INF, NAN = np.inf, np.nan
+N = 7
+
+
+def flags(coefficients, seconds, exposure, budget):
+    arrays = np.asarray(coefficients, np.float32), np.asarray(seconds, np.float32)
+    chosen = CHOOSE(*arrays, np.float32(exposure), np.float32(budget))
+    assert set(np.unique(chosen.flags)) <= {0.0, 1.0}
+    return np.asarray(chosen.flags), chosen
+
+
+def squares(coefficients, exposure, flags):
+    c, e = np.asarray(coefficients, np.float32).astype(float), float(np.float32(exposure))
+    return np.sum((c * e) ** 2 * flags)
+
+
+def best(coefficients, seconds, exposure, budget):
+    """Most seconds of any subset within the budget, in float64."""
+    choices = [np.array(choice) for choice in itertools.product((0, 1), repeat=len(seconds))]
+    fit = [c for c in choices if squares(coefficients, exposure, c) <= budget**2]
+    return max(float(np.dot(c, seconds)) for c in fit)
+
+
+positive = st.floats(1e-3, 1e3)
+draws = st.lists(positive, min_size=N, max_size=N)
+
+
+@given(draws, st.floats(1e-4, 10), st.floats(1e-4, 1e3))
+def test_equal_seconds_are_chosen_exactly(coefficients, exposure, budget):
+    found, _ = flags(coefficients, np.ones(N), exposure, budget)
+    # The room kept for rounding: the optimum of a budget smaller by that much.
+    spared = best(coefficients, np.ones(N), exposure, float(np.float32(budget)) * (1 - 1e-5))
+    assert found.sum() >= spared
+    assert squares(coefficients, exposure, found) <= float(np.float32(budget)) ** 2
+
+
+@given(draws, draws, st.floats(1e-3, 1), st.floats(1e-3, 1e2))
+def test_greedy_loses_less_than_a_block_and_half(coefficients, seconds, exposure, budget):
+    found, chosen = flags(coefficients, seconds, exposure, budget)
+    budget = float(np.float32(budget))
+    assert squares(coefficients, exposure, found) <= budget**2
+    seconds = np.asarray(seconds, np.float32).astype(float)
+    most, got = best(coefficients, seconds, exposure, budget * (1 - 1e-5)), float(found @ seconds)
+    assert got >= most / 2 - 1e-9
+    assert got >= most - seconds.max()
+    used = squares(coefficients, exposure, found) ** 0.5
+    np.testing.assert_allclose(chosen.risk_used, used, rtol=1e-5, atol=1e-12)
+
+
+def test_each_part_of_the_choice_is_needed():
+    # By hand: density order is 2 (4/1), 0 (9/4), 1 (2/1); the budget^2 5.1 holds 2 and 0.
+    assert flags([2, 1, 1], [9, 2, 4], 1, 5.1**0.5)[0].tolist() == [1, 0, 1]
+    # The first in density order fits, the second does not, the third does: the second round.
+    assert flags([1, 2.2, 2], [4, 11, 8], 1, 5.1**0.5)[0].tolist() == [1, 0, 1]
+    # One dense crumb keeps out the one block that matters: the best single block.
+    assert flags([0.1, 3], [0.1, 20], 1, 3.001)[0].tolist() == [0, 1]
+    # Equal risks: the one that saves more.
+    assert flags([1, 1], [1, 2], 1, 1.01)[0].tolist() == [0, 1]
+
+
+def test_the_budget_holds_in_real_numbers_at_its_very_edge():
+    rng, touched = np.random.default_rng(0), 0
+    for scale in (1e-18, 1e-6, 1.0, 1e12):
+        for _ in range(60):
+            c = rng.uniform(0.5, 2, 40).astype(np.float32) * np.float32(scale)
+            e = np.float32(rng.uniform(0.1, 10))
+            edge = np.sqrt(np.sort((c.astype(float) * float(e)) ** 2).cumsum()[rng.integers(40)])
+            for budget in np.float32(edge) * (1 + np.arange(-3, 4) * np.float32(6e-8)):
+                found, _ = flags(c, np.ones(40), e, budget)
+                assert squares(c, e, found) <= float(budget) ** 2
+            # Just above the room for rounding the block at the edge is taken.
+            found, _ = flags(c, np.ones(40), e, np.float32(edge * (1 + 3e-5)))
+            touched += squares(c, e, found) >= edge**2 * (1 - 1e-9)
+    assert touched == 240
+
+
+@pytest.mark.parametrize("exposure", [NAN, INF, -1e-6])
+def test_an_unknown_exposure_licenses_nothing(exposure):
+    assert flags([0.0, 1e-3], [1, 1], exposure, 1.0)[0].sum() == 0
+
+
+def test_edges_of_exposure_and_budget():
+    c, s = [0.0, 1.0, 1e30, INF, NAN, -1.0, 1.0], [1, 1, 1, 1, 1, 1, 0.0]
+    assert flags(c, s, 0.0, 0.01)[0].tolist() == [1, 1, 1, 0, 0, 0, 0]
+    assert flags(c, s, 0.0, 0.0)[0].tolist() == [1, 1, 1, 0, 0, 0, 0]
+    assert flags(c, s, 1.0, 0.0)[0].tolist() == [1, 0, 0, 0, 0, 0, 0]
+    assert flags(c, s, 1e-30, 0.0)[0].tolist() == [1, 0, 0, 0, 0, 0, 0]
+    assert flags(c, s, 1.0, 2.0)[0].tolist() == [1, 1, 0, 0, 0, 0, 0]
+    for budget in (-1.0, NAN, INF):
+        assert flags(c, s, 1.0, budget)[0].sum() == 0
+    for saved in (NAN, INF, -1.0):
+        assert flags([0.0], [saved], 1.0, 1.0)[0].sum() == 0
+    assert float(flags(c, s, NAN, 1.0)[1].risk_used) == 0
+
+
+def test_shares_add_up_as_squares():
+    parts = np.array([3, 5, 8])
+    shares = [float(share_of_budget(0.015, n, 16)) for n in parts]
+    np.testing.assert_allclose(np.sum(np.square(shares)), 0.015**2, rtol=1e-5)
+    assert float(share_of_budget(0.015, 0, 0)) == 0
+    assert np.isnan(share_of_budget(0.015, 5, 4))
+    assert jnp.asarray(share_of_budget(0.0, 1, 2)) == 0

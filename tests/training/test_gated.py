@@ -1,0 +1,168 @@
+"""Gated gradients: the static gradients of the plans that their flags spell, within the budget."""
+
+import dataclasses
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hilore_jax as hl
+from hilore_jax.gated_scan import exact_part
+from hilore_jax.models.decoder import segment
+from hilore_jax.training.gated import make_gated_gradients, make_gated_update
+from hilore_jax.training.gradients import make_micro_gradients
+from hilore_jax.training.step import init_state, make_actor_update
+
+INT4 = hl.Policy({"mlp_gate": hl.Compress("int4"), "mlp_up": hl.Compress("int4")})
+MIXED = hl.Policy({"mlp_gate": hl.Compress("int4"), "attn_out": hl.Store(), "q": hl.Store()})
+GC = hl.Policy({})
+COEFFICIENTS, SECONDS, RISK = np.array([0.01, 0.06]), np.array([1.0, 1.0]), 0.015
+OPTIONS: dict[str, Any] = {"beta": 0.05, "temperature": 0.7}
+
+
+def relative(tree, reference):
+    norm = lambda t: float(optax.tree.norm(t))  # noqa: E731
+    return norm(jax.tree.map(jnp.subtract, tree, reference)) / norm(reference)
+
+
+@pytest.fixture(scope="module", params=["dense", "lora"])
+def sides(request, tiny, quick):
+    """Jitted gated and static gradients of one microbatch, by the same policies."""
+    lora = request.param == "lora"
+    policies = (INT4, INT4) if lora else (INT4, MIXED)
+    graphdef, state = init_state(
+        segment(tiny(lora=lora), policies), optax.sgd(1.0), jax.random.key(0)
+    )
+    gated = make_gated_gradients(
+        graphdef, coefficients=COEFFICIENTS, seconds=SECONDS, risk=RISK, **OPTIONS
+    )
+    static = make_micro_gradients(graphdef, **OPTIONS)
+    traces = []
+
+    def counted(*args):
+        traces.append(1)
+        return gated(policies, *args)
+
+    run, plan = quick(counted), quick(static, static_argnums=0)
+    params = state.params, state.frozen
+    return types.SimpleNamespace(
+        policies=policies,
+        traces=traces,
+        gated=lambda micro, tokens=10.0: run(*params, micro, jnp.float32(tokens)),
+        static=lambda policies, micro, tokens=10.0: plan(
+            policies, *params, micro, jnp.float32(tokens)
+        ),
+    )
+
+
+def scaled(data, factor):
+    """The first microbatch with all advantages scaled, hence its exposure (beta aside)."""
+    first = jax.tree.map(lambda x: x[0], data)
+    return dataclasses.replace(first, advantages=first.advantages * factor)
+
+
+def test_gradients_are_those_of_the_plan_that_the_flags_spell(sides, batch):
+    seen_flags = set()
+    for factor in (0.05, 0.4, 0.8, 20.0):
+        micro = scaled(batch(), factor)
+        grads, seen = sides.gated(micro)
+        gate = seen["gate"]
+        flags = tuple(int(f) for f in gate["flags"])
+        spelled = tuple(
+            p if f else exact_part(p) for p, f in zip(sides.policies, flags, strict=True)
+        )
+        want, want_seen = sides.static(spelled, micro)
+        assert relative(grads, want) < 1e-5
+        if any(flags):
+            exact, _ = sides.static((GC, GC), micro)
+            assert relative(grads, exact) > 1e-3  # the flags do change the gradients
+        for name, value in want_seen.items():
+            for a, b in zip(jax.tree.leaves(seen[name]), jax.tree.leaves(value), strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+        # The rule by hand: the least risky first, within R^2 times the share of the tokens.
+        risks = COEFFICIENTS * float(want_seen["exposure"])
+        allowed = RISK**2 * float(micro.completion_mask.sum()) / 10
+        assert flags == tuple(int(s <= allowed) for s in np.cumsum(risks**2))
+        np.testing.assert_allclose(gate["risk_budget"], allowed**0.5, rtol=1e-6)
+        np.testing.assert_allclose(gate["risk_used"], np.linalg.norm(risks * flags), rtol=1e-5)
+        assert gate["risk_used"] <= gate["risk_budget"]
+        np.testing.assert_allclose(gate["exposure"], want_seen["exposure"], rtol=1e-6)
+        seen_flags.add(flags)
+    assert seen_flags == {(0, 0), (1, 0), (1, 1)}
+    assert len(sides.traces) == 1
+
+
+def test_a_nan_exposure_or_too_many_tokens_recompute(sides, batch):
+    micro = scaled(batch(), 0.05)
+    assert sides.gated(micro)[1]["gate"]["flags"].tolist() == [1, 1]
+    assert sides.gated(micro, tokens=1.0)[1]["gate"]["flags"].tolist() == [0, 0]
+    broken = dataclasses.replace(micro, advantages=micro.advantages.at[0].set(jnp.nan))
+    gate = sides.gated(broken)[1]["gate"]
+    assert gate["flags"].tolist() == [0, 0] and np.isnan(gate["exposure"])
+    zero = dataclasses.replace(micro, completion_mask=jnp.zeros_like(micro.completion_mask))
+    grads, seen = sides.gated(zero)
+    assert float(optax.tree.norm(grads)) == 0 and float(seen["gate"]["exposure"]) == 0
+    assert seen["gate"]["flags"].tolist() == [1, 1]
+
+
+def test_an_update_reports_its_gate_and_stays_within_the_risk(tiny, batch, quick):
+    policies = (INT4, GC)
+    graphdef, state = init_state(tiny(), optax.sgd(0.1), jax.random.key(0))
+    gate: dict[str, Any] = {
+        "coefficients": np.array([0.04, 1e9]),
+        "seconds": np.ones(2),
+        "risk": RISK,
+    }
+    update = make_gated_update(graphdef, optax.sgd(0.1), max_grad_norm=1.0, **gate, **OPTIONS)
+    exact = make_actor_update(graphdef, optax.sgd(0.1), max_grad_norm=1.0, **OPTIONS)
+    data = batch(micro=4)
+    new, metrics = quick(functools.partial(update, policies))(state, data)
+    want, want_metrics = quick(functools.partial(exact, (GC, GC)))(state, data)
+    assert want_metrics.keys() < metrics.keys()
+    np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-5)
+    flags = np.asarray(metrics["gate/flags"])
+    assert flags.shape == (4, 2) and flags[:, 1].sum() == 0  # nothing of an exact block to decode
+    assert 0 < flags.sum() < 4
+    assert metrics["gate/decoded"] == flags.sum()
+    assert metrics["gate/decoded_fraction"] == flags.mean()
+    exposures = np.asarray(metrics["gate/exposure"])
+    np.testing.assert_allclose(exposures.sum(), metrics["exposure"], rtol=1e-5)
+    used = np.linalg.norm(flags[:, 0] * exposures * 0.04)
+    np.testing.assert_allclose(metrics["gate/risk_used"], used, rtol=1e-5)
+    np.testing.assert_allclose(metrics["gate/risk_budget"], RISK, rtol=1e-5)
+    moved = jax.tree.map(jnp.subtract, new.params, state.params)
+    moved_exact = jax.tree.map(jnp.subtract, want.params, state.params)
+    assert 1e-6 < relative(moved, moved_exact) < 0.1
+
+
+def test_no_risk_is_recompute(tiny, batch, quick):
+    graphdef, state = init_state(tiny(), optax.sgd(0.1), jax.random.key(0))
+    micro = scaled(batch(), 0.05)
+    args = state.params, state.frozen, micro, jnp.float32(10)
+    gated = make_gated_gradients(
+        graphdef, coefficients=COEFFICIENTS, seconds=SECONDS, risk=0.0, **OPTIONS
+    )
+    grads, seen = quick(functools.partial(gated, (INT4, INT4)))(*args)
+    want, _ = quick(functools.partial(make_micro_gradients(graphdef, **OPTIONS), (GC, GC)))(*args)
+    assert seen["gate"]["flags"].tolist() == [0, 0]
+    assert relative(grads, want) < 1e-5
+
+
+def test_bad_input(tiny, batch):
+    graphdef, params = nnx.split(tiny())
+    with pytest.raises(ValueError, match=r"coefficients \[2\] and seconds \[3\]"):
+        make_gated_gradients(graphdef, coefficients=COEFFICIENTS, seconds=np.ones(3))
+    for risk in (-0.1, np.nan):
+        with pytest.raises(ValueError, match=r"risk is (-0\.1|nan); expected R >= 0"):
+            make_gated_gradients(graphdef, coefficients=COEFFICIENTS, seconds=SECONDS, risk=risk)
+    gradients = make_gated_gradients(graphdef, coefficients=COEFFICIENTS, seconds=SECONDS)
+    micro = scaled(batch(), 1.0)
+    for policies in ((INT4,) * 3, None):
+        with pytest.raises(ValueError, match=r"found 2 risk coefficients for [30] policies"):
+            gradients(policies, params, nnx.State({}), micro, 10)
