@@ -15,7 +15,7 @@ from hilore_jax.actions import Compress, Policy
 from hilore_jax.compiler import compiler_options
 from hilore_jax.intervene import Interventions
 from hilore_jax.planning.calibration import FORMS, Calibration, model_fingerprint
-from hilore_jax.planning.fits import Row, fitted, joint_bias
+from hilore_jax.planning.fits import Row, factors, fitted, joint_bias
 from hilore_jax.planning.measurements import Record, content, digest, row_of
 from hilore_jax.planning.memory_cache import library_version
 from hilore_jax.planning.plan import Blocks
@@ -151,6 +151,7 @@ def calibrate(
         versions={"jax": jax.__version__, "hilore_jax": library_version()},
         form=risk,
         joint=joint,
+        factors=tuple(factors(rows, risk).values()),
     )
 
 
@@ -246,7 +247,9 @@ def _schedule(
     for unit in range(entries * blocks):
         index = [0] * blocks
         index[unit % blocks] = 1 + unit // blocks
-        found[unit % count].append(index)
+        # Policies begin one further each: in step with the blocks, what belongs to a microbatch
+        # could not be told from what belongs to a block.
+        found[(unit + unit // blocks) % count].append(index)
     random = np.random.default_rng(seed)
     for n in range(joint):
         while sum(map(bool, index := random.integers(0, entries + 1, blocks).tolist())) < 2:

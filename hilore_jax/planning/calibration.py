@@ -54,6 +54,7 @@ class Calibration:
         versions: jax's, and this library's.
         form: "squared": risks add as squares; "paper": linearly (arXiv 2609.33570).
         joint: predicted and measured error of each policy behind `bias`.
+        factors: of each microbatch, its errors as a multiple of what its exposure says.
     """
 
     measured: tuple[Measured, ...]
@@ -67,6 +68,7 @@ class Calibration:
     versions: dict[str, str]
     form: str = "squared"
     joint: tuple[tuple[float, float], ...] = ()
+    factors: tuple[float, ...] = ()
 
     @functools.cached_property
     def _by_unit(self) -> dict[tuple[Policy, int], Measured]:
@@ -137,6 +139,7 @@ class Calibration:
             )
 
     def __str__(self) -> str:
+        own = f"{min(self.factors):.2f} to {max(self.factors):.2f}" if self.factors else "unknown"
         lines = [
             f"calibration of {self.fingerprint.get('blocks', '?')} blocks, {self.form} form: "
             f"{len(self.measured)} fits from {self.passes} passes in {self.seconds / 60:.1f} min, "
@@ -144,6 +147,7 @@ class Calibration:
             f"norm of the update's gradient {self.norm:.4g}; exposure {min(self.exposures):.3g} to "
             f"{max(self.exposures):.3g}; joint policies: {self.bias:.2f} x the prediction "
             f"({len(self.joint)} tried)",
+            f"factors of microbatches beside their exposure: {own}",
             f"{'risk, root of all blocks':>26} {'least block':>12} {'largest':>12}  policy",
         ]
         for policy in self.policies:
@@ -204,6 +208,7 @@ class Calibration:
             )
             fields["exposures"] = tuple(fields["exposures"])
             fields["joint"] = tuple((p, m) for p, m in fields["joint"])
+            fields["factors"] = tuple(fields.get("factors", ()))
             made = cls(measured=measured, **fields)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ValueError(
@@ -227,8 +232,8 @@ def check_exposure(exposure: float) -> float:
 def model_fingerprint(blocks: Blocks) -> dict[str, str]:
     """What a calibration holds for: the blocks, their parameters' shapes and named activations.
 
-    Batch size, sequence length, dtypes and the target are left out: risks were measured to depend
-    little on them, and a plan for another device has other kernels in the same block.
+    Batch size, sequence length, dtypes and the target are left out: it is assumed, not measured,
+    that exposure carries what of them matters. Calibrate on the batches that you will train on.
 
     Args:
         blocks: the repeated block; its first differentiated argument are its parameters.

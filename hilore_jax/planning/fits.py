@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from hilore_jax.actions import Policy
 from hilore_jax.planning.calibration import Measured
 
@@ -31,8 +33,11 @@ def fitted(
 
         kappa = max(0, sum x y / sum x x),  x = E e,  y = d;  the paper's y = d / ||g||
 
-    Its standard error comes from the residuals where a unit was measured more than once; where
-    only once, from the residuals of `log kappa = policy + block` over all units, as a share.
+    Errors also have a factor of their microbatch that exposure does not know (`factors`); where
+    enough was measured to tell, y is divided by it, or a unit measured on one microbatch only would
+    take on that one's. The standard error of kappa comes from the residuals where a unit was
+    measured more than once; where only once, from those of `log kappa = policy + block` over all
+    units, as a share.
 
     Args:
         rows: measurements.
@@ -42,16 +47,12 @@ def fitted(
     Returns:
         Fits in order of policies, then blocks.
     """
-    column = form == "paper"
-    norms = {row.micro: row.norm for row in rows if not row.chosen}
+    own = factors(rows, form)
     units: dict[tuple[int, int], list[tuple[float, float, float]]] = {}
-    for row in rows:
-        if len(row.chosen) != 1:
-            continue
+    for row, x, y in _alone(rows, form):
         ((block, entry),) = row.chosen
-        error = row.errors[0][column]
-        y = row.distance / norms[row.micro] if form == "paper" else row.distance
-        units.setdefault((entry, block), []).append((row.exposure * error, y, error))
+        point = x, y / own.get(row.micro, 1.0), row.errors[0][form == "paper"]
+        units.setdefault((entry, block), []).append(point)
     kappas = {unit: kappa(points) for unit, points in units.items()}
     spread = additive_spread(kappas)
     found = []
@@ -61,6 +62,59 @@ def fitted(
         mean = statistics.fmean(e for *_, e in points)
         found.append(Measured(entries[entry - 1], block, value, error, mean, len(points)))
     return tuple(found)
+
+
+def factors(rows: Sequence[Row], form: str = "squared") -> dict[int, float]:
+    """What each microbatch's errors are, as a multiple of what its exposure says.
+
+    Least squares of `log(y / x) = policy + block + microbatch` over all units tried alone, scaled
+    so that `sum_m (E_m f_m)^2 = sum_m E_m^2`: an update's squared error is then the predicted one.
+
+    Returns:
+        The factors; empty where fewer than twice as many units were tried as there are unknowns.
+
+    Example:
+        >>> rows = [
+        ...     Row(m, ((b, p),), 1.0, (1 + 2 * m) * (b + 1) * p, 1.0, ((1.0, 1.0),))
+        ...     for m in range(3)
+        ...     for b in range(3)
+        ...     for p in (1, 2)
+        ... ]
+        >>> {m: round(f / factors(rows)[0], 3) for m, f in factors(rows).items()}
+        {0: 1.0, 1: 3.0, 2: 5.0}
+    """
+    points = [
+        ((f"policy {row.chosen[0][1]}", f"block {row.chosen[0][0]}", row.micro), math.log(y / x))
+        for row, x, y in _alone(rows, form)
+        if 0 < x < math.inf and 0 < y < math.inf
+    ]
+    unknowns = sorted({key for keys, _ in points for key in keys}, key=str)
+    if not points or len(points) < 2 * len(unknowns):
+        return {}
+    matrix = np.zeros((len(points), len(unknowns)))
+    for i, (keys, _) in enumerate(points):
+        matrix[i, [unknowns.index(key) for key in keys]] = 1
+    found = np.linalg.lstsq(matrix, np.array([y for _, y in points]), rcond=None)[0]
+    logs = {key: float(v) for key, v in zip(unknowns, found, strict=True) if isinstance(key, int)}
+    squares = {row.micro: row.exposure**2 for row in rows if row.micro in logs}
+    total = math.fsum(squares[m] * math.exp(2 * logs[m]) for m in logs)
+    scale = math.sqrt(math.fsum(squares.values()) / total)
+    return {m: math.exp(v) * scale for m, v in sorted(logs.items())}
+
+
+def _alone(rows: Sequence[Row], form: str) -> list[tuple[Row, float, float]]:
+    """The rows of one unit alone, with their x and y."""
+    paper = form == "paper"
+    norms = {row.micro: row.norm for row in rows if not row.chosen}
+    return [
+        (
+            row,
+            row.exposure * row.errors[0][paper],
+            row.distance / norms[row.micro] if paper else row.distance,
+        )
+        for row in rows
+        if len(row.chosen) == 1
+    ]
 
 
 def kappa(points: Sequence[tuple[float, ...]]) -> float:

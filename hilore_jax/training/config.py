@@ -41,6 +41,10 @@ class TrainConfig:
     """A plan's JSON file; its policies go before `policy`."""
     allow_rejected: bool = False
     """Use a plan that `hilore accept` rejected."""
+    gate: bool = False
+    """With a calibrated plan: blocks decode or recompute as the exposure of the update allows."""
+    risk: float = 0.015
+    """R, the relative error of an update's gradient that the gate may use; 0 never decodes."""
     prompts: int = 4
     """Prompts an update."""
     group: int = 8
@@ -135,7 +139,7 @@ def faults(config: TrainConfig) -> list[str]:
     for name in ("learning_rate", "clip", "max_grad_norm", "lora_alpha"):
         if not 0 < getattr(config, name) < float("inf"):
             found.append(f"{name} must be finite and > 0, found {getattr(config, name)}")
-    for name in ("beta", "weight_decay", "format_reward"):
+    for name in ("beta", "weight_decay", "format_reward", "risk"):
         if not 0 <= getattr(config, name) < float("inf"):
             found.append(f"{name} must be finite and >= 0, found {getattr(config, name)}")
     if config.temperature == 0:
@@ -160,6 +164,11 @@ def faults(config: TrainConfig) -> list[str]:
         found += _ladder_faults(config)
     if config.plan and not Path(config.plan).is_file():
         found.append(f"plan '{config.plan}' is not a file; write one with hilore plan --out")
+    if config.gate and not config.plan:
+        found.append("gate needs a plan: write one with hilore plan --calibration --out")
+    others = [name for name in ("ladder", "skip_rows", "pack_by_exposure") if getattr(config, name)]
+    if config.gate and others:
+        found.append(f"gate and {' and '.join(others)}: the gate is one program for all rows")
     return found + _folder_faults(Path(config.run_dir), config.resume)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from hilore_jax.actions import Policy
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.planning.plan import Plan
@@ -21,6 +25,15 @@ def run_policies(config: TrainConfig, shape: DecoderConfig) -> tuple[Policy, ...
     """
     if not config.plan:
         return (config.parsed_policy,) * shape.n_layers
+    return load_plan(config, shape).policies
+
+
+def load_plan(config: TrainConfig, shape: DecoderConfig) -> Plan:
+    """The plan that the settings name.
+
+    Raises:
+        ValueError: see `run_policies`.
+    """
     made = Plan.load(config.plan, {"blocks": str(shape.n_layers)})
     if made.accepted is False and not config.allow_rejected:
         reason = (made.acceptance or {}).get("reason", "its budgets were not kept")
@@ -28,4 +41,28 @@ def run_policies(config: TrainConfig, shape: DecoderConfig) -> tuple[Policy, ...
             f"the plan {config.plan} was rejected: {reason}. Plan again with a smaller risk budget "
             "or more memory, or pass --allow-rejected."
         )
-    return made.policies
+    return made
+
+
+def gate_options(made: Plan) -> dict[str, Any]:
+    """What `make_gated_update` needs to know of a calibrated plan's blocks.
+
+    Seconds are those that decoding saves against recomputing everything (`Plan.cost`); what the
+    policy stores exactly is there in both cases, but only the order of blocks is read from them.
+
+    Returns:
+        `coefficients`, the risk of each block per exposure, and `seconds`.
+
+    Raises:
+        ValueError: the plan has no calibrated risks, or they add linearly.
+    """
+    if made.block_risks is None or not made.exposure or made.paper:
+        raise ValueError(
+            "the gate needs risks measured by exposure that add as squares, which this plan has "
+            "not: plan with a calibration, hilore plan --calibration calibration.json."
+        )
+    gc = max(entry.seconds for entry in made.menu)
+    return {
+        "coefficients": np.array([entry.risk / made.exposure for entry in made.entries]),
+        "seconds": np.array([max(0.0, gc - entry.seconds) for entry in made.entries]),
+    }

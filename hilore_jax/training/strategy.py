@@ -14,8 +14,9 @@ from hilore_jax.models.config import DecoderConfig
 from hilore_jax.planning.ladder import Ladder, refined_segments
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig
+from hilore_jax.training.gated import make_gated_update
 from hilore_jax.training.laddered import LadderedUpdate, one_bucket
-from hilore_jax.training.planned import run_policies
+from hilore_jax.training.planned import gate_options, load_plan, run_policies
 from hilore_jax.training.report import kept_bytes
 from hilore_jax.training.step import TrainState, jit_update, make_actor_update
 
@@ -40,19 +41,28 @@ class Strategy(Protocol):
 
 
 class StaticUpdate:
-    """The whole update as one program, every microbatch under the same policies."""
+    """The whole update as one program, every microbatch under the same policies.
+
+    Args:
+        graphdef: the model's static part.
+        optimizer: of the trained parameters.
+        policies: one a block.
+        make: `make_actor_update`, or `make_gated_update`.
+        **options: its own.
+    """
 
     def __init__(
         self,
         graphdef: nnx.GraphDef,
         optimizer: optax.GradientTransformation,
         policies: tuple[Policy, ...],
+        make: Callable[..., Any] = make_actor_update,
         **options: Any,
     ):
         self.n_traces = 0
         self.about: dict[str, int | None] = {}
         self._compiled: Update | None = None
-        update = make_actor_update(graphdef, optimizer, **options)
+        update = make(graphdef, optimizer, **options)
 
         def counted(policies: tuple[Policy, ...], state: TrainState, batch: Batch):
             self.n_traces += 1
@@ -122,6 +132,9 @@ def make_strategy(
         "entropy": config.log_entropy,
     }
     ladder, policies = load_ladder(config), plans(config, shape)
+    if config.gate:
+        options |= {"risk": config.risk, **gate_options(load_plan(config, shape))}
+        return StaticUpdate(graphdef, optimizer, policies[0], make_gated_update, **options)
     if ladder is None and not (config.skip_rows or config.pack_by_exposure):
         return StaticUpdate(graphdef, optimizer, policies[0], **options)
     buckets = one_bucket(policies[0])[0] if ladder is None else ladder.buckets

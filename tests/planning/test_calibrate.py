@@ -18,7 +18,7 @@ from hilore_jax.intervene import Interventions, decoded_errors
 from hilore_jax.planning import calibrate as module
 from hilore_jax.planning.calibrated import calibrated_menu
 from hilore_jax.planning.calibration import Calibration, Measured, model_fingerprint
-from hilore_jax.planning.fits import Row, additive_spread, fitted, joint_bias
+from hilore_jax.planning.fits import Row, additive_spread, factors, fitted, joint_bias
 from hilore_jax.planning.frontier import distortion, frontier
 from hilore_jax.planning.measurements import row_of
 from hilore_jax.planning.menu import Entry
@@ -102,6 +102,29 @@ def test_an_intervention_in_segments_and_with_aux():
         hl.scan_blocks(mlp, cut[0], DATA[0], chosen)
 
 
+def test_a_unit_measured_on_one_microbatch_does_not_take_on_its_factor():
+    random = np.random.default_rng(0)
+    true, own = {}, np.exp(random.normal(0, 0.5, 8))
+    rows = [Row(m, (), 0.5 + m, 0.0, 1.0, ()) for m in range(8)]
+    for unit in range(4 * 12):
+        entry, block, micro = 1 + unit // 12, unit % 12, (unit + unit // 12) % 8
+        true[entry, block] = entry * (1 + block / 4)
+        x = (0.5 + micro) * 0.01
+        distance = true[entry, block] * x * own[micro]
+        rows.append(Row(micro, ((block, entry),), 0.5 + micro, distance, 1.0, ((0.01, 0.01),)))
+    entries = [hl.Policy({"up": hl.Compress("int8", tile=t)}) for t in (4, 8, 16, 32)]
+    squares = (0.5 + np.arange(8)) ** 2
+    scale = np.sqrt(np.sum(squares * own**2) / np.sum(squares))
+    assert list(factors(rows).values()) == pytest.approx(list(own / scale))
+    for made in fitted(rows, entries):
+        wanted = true[entries.index(made.policy) + 1, made.block] * scale
+        assert made.kappa == pytest.approx(wanted) and made.kappa_error < 1e-6
+    # Without a second look at each unknown there is nothing to tell a factor from a kappa.
+    assert factors(rows[: 8 + 12]) == {}
+    raw = [row.distance / (row.exposure * 0.01) for row in rows[8:]]
+    assert np.std(np.log(np.array(raw) / list(true.values()))) > 0.2
+
+
 def test_decoded_errors_against_numpy():
     x = np.array([[1.0, -0.3, 0.26], [0.1, 2.0, 0.7]], np.float32)
 
@@ -162,7 +185,7 @@ def test_calibration_of_a_model_against_isolated_gradients():
     norm = lambda t: math.sqrt(sum(float(jnp.sum(a**2)) for a in jax.tree.leaves(t)))  # noqa: E731
     for u in (0, 4):
         policy, block = units[u]
-        m = u % M
+        m = (u + u // N) % M
         static = tuple(policy if b == block else EXACT for b in range(N))
         d = norm(jax.tree.map(jnp.subtract, gradient(static, DATA[m]), exact[m]))
         exposure = float(jnp.mean(jnp.abs(DATA[m])))

@@ -2,13 +2,21 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import hilore_jax as hl
-from hilore_jax.training.config import TrainConfig
+from hilore_jax.planning.memory import Memory
+from hilore_jax.planning.menu import Entry
+from hilore_jax.training.batch import Batch
+from hilore_jax.training.config import TrainConfig, faults
 from hilore_jax.training.laddered import LadderedUpdate
+from hilore_jax.training.planned import gate_options
+from hilore_jax.training.step import init_state
 from hilore_jax.training.strategy import (
     StaticUpdate,
     Strategy,
@@ -44,3 +52,71 @@ def test_static_policies_are_one_plan_in_one_stack(tiny):
     shape = tiny().config
     (policies,) = plans(CONFIG, shape)
     assert policies == (CONFIG.parsed_policy,) * 2 and segment_lengths(CONFIG, shape) == (2,)
+
+
+POLICY = hl.Policy({"mlp_gate": hl.Compress("int8"), "mlp_up": hl.Compress("int8")})
+
+
+def planned(where, risks=((0.0, 0.002), (0.0, 0.004)), **changes):
+    """A plan file of two blocks that compress, calibrated unless changed."""
+    memory = Memory(0, 0, 0, 0, 0, 0)
+    made = hl.Plan(
+        policies=(POLICY,) * 2,
+        menu=(Entry(hl.Policy({}), 0, 3e-3, 7, 700, 0.0), Entry(POLICY, 100, 1e-3, 5, 500, 0.0)),
+        target="cpu",
+        risk_budget=0.015,
+        budget=1,
+        baseline=None,
+        gc=memory,
+        memory=memory,
+        predicted=0,
+        bound_seconds=0.0,
+        cost="modelled",
+        fingerprint={"jax": jax.__version__, "blocks": "2"},
+        trials=(),
+        block_risks=risks,
+        exposure=0.5,
+    )
+    dataclasses.replace(made, **changes).save(where)
+    return dataclasses.replace(CONFIG, policy="gc", plan=str(where), gate=True)
+
+
+def test_the_gate_reads_risks_by_exposure_from_a_calibrated_plan(tmp_path):
+    config = planned(tmp_path / "plan.json")
+    options = gate_options(hl.Plan.load(config.plan))
+    np.testing.assert_allclose(options["coefficients"], [0.004, 0.008])
+    np.testing.assert_allclose(options["seconds"], [2e-3, 2e-3])
+
+
+@pytest.mark.parametrize("changes", [{"block_risks": None}, {"exposure": 0.0}, {"paper": True}])
+def test_a_plan_without_such_risks_cannot_be_gated(tmp_path, tiny, changes):
+    config, model = planned(tmp_path / "plan.json", **changes), tiny()
+    with pytest.raises(ValueError, match="needs risks measured by exposure"):
+        make_strategy(config, model.config, nnx.graphdef(model), optax.sgd(1.0))
+
+
+def test_settings_that_do_not_go_with_a_gate(tmp_path):
+    config = dataclasses.replace(CONFIG, gate=True, skip_rows=True, run_dir=str(tmp_path))
+    found = " ".join(faults(config))
+    assert "gate needs a plan" in found and "gate and skip_rows" in found
+    assert "risk must be" in " ".join(faults(dataclasses.replace(config, risk=-1.0)))
+
+
+def test_a_gated_update_decodes_as_far_as_its_risk_allows(tmp_path, tiny):
+    model = tiny()
+    rows = jnp.arange(2 * 6).reshape(1, 2, 6) % 5 + 3
+    scored = jnp.full((1, 2, 3), -2.0)
+    batch = Batch(
+        rows, rows > 0, scored < 0, logp_old=scored, logp_ref=None, advantages=jnp.ones((1, 2))
+    )
+    decoded = {}
+    for risk in (0.0, 10.0):
+        config = dataclasses.replace(planned(tmp_path / "plan.json"), risk=risk)
+        graphdef, state = init_state(model, optax.sgd(1e-3), jax.random.key(0))
+        made = make_strategy(config, model.config, graphdef, optax.sgd(1e-3))
+        state = jax.tree.map(jnp.copy, state)  # the update donates it
+        _, metrics = made.compile(state, batch)(state, batch)
+        assert metrics["gate/risk_used"] <= metrics["gate/risk_budget"]
+        decoded[risk] = int(metrics["gate/decoded"])
+        assert made.n_traces == 1
+    assert decoded == {0.0: 0, 10.0: 2}
