@@ -147,7 +147,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Peak memory against modelled recompute time, a panel for each model and target."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
 
     cases = list(dict.fromkeys((row["model"], row["target"]) for row in rows))
     targets = list(dict.fromkeys(target for _, target in cases))
@@ -176,10 +175,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axis.set_title(f"{model} on {target}")
             axis.set_xlabel("compiled peak, GiB")
             axis.set_ylabel("recomputation, ms a microbatch (modelled)")
-            axis.set_xscale("log", base=2)
-            axis.xaxis.set_major_formatter(ScalarFormatter())
             axis.grid(alpha=0.3)
-    axes[0][0].legend(frameon=False, fontsize=8)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, dpi=110)
 
 
