@@ -68,6 +68,7 @@ class Search:
         self.refused: set[Policies] = set()
         self.entry = {entry.policy: entry for entry in menu}
         self.trials = [Trial(describe((Policy({}),) * count), None, gc.peak, gc.peak <= limit)]
+        self._predicted = {(Policy({}),) * count: gc.peak}
         self._left = 0
         self._share = 1.0 / devices
 
@@ -93,7 +94,7 @@ class Search:
         return self.kept(policies) + int((self.limit - self.done[policies].peak) / self._share)
 
     def run(self, compilations: int) -> tuple[Policies, Memory, int]:
-        """The fastest candidate that fits, its memory, and what the others predict for it."""
+        """The fastest candidate that fits, its memory, and its peak as predicted before that."""
         self._check_feasible()
         self._left = compilations
         fastest = self._choose(sum(max(e.nbytes for e in self.menu) for _ in range(self.count)))
@@ -108,10 +109,7 @@ class Search:
             (p for p, memory in self.done.items() if memory.peak <= self.limit),
             key=lambda p: (self._seconds(p), self.kept(p)),
         )
-        alone = len(self.done) <= 3  # beside GC and the last candidate
-        if alone and abs(self.predict(best) / self.done[best].peak - 1) > _MARGIN / 2:
-            self._fits(_neighbour(best))  # what such entries need, for predictions from now on
-        return best, self.done[best], self.predict(best)
+        return best, self.done[best], self._predicted[best]
 
     def _place(self, kept: int) -> float:
         """The candidate's number, a real one, that keeps so many bytes; see `_bytes`."""
@@ -164,7 +162,7 @@ class Search:
                 "Does the update hand its policies to hl.scan_blocks, and is it the same block?"
             )
         check_offload(policies, memory)
-        self.done[policies] = memory
+        self.done[policies], self._predicted[policies] = memory, predicted
         fits = memory.peak <= self.limit
         self.trials.append(Trial(describe(policies), predicted, memory.peak, fits))
 
@@ -214,16 +212,6 @@ def describe(policies: Sequence[Policy]) -> str:
         '3 x gc'
     """
     return "; ".join(f"{n} x {policy}" for policy, n in runs(policies))
-
-
-def _neighbour(policies: Policies) -> Policies:
-    """The same entries, one block of the largest run given to the next largest, or recomputed."""
-    lengths = runs(policies)
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i][1])
-    if len(lengths) == 1:
-        return (Policy({}), *policies[1:])
-    change = {order[0]: -1, order[1]: 1}
-    return tuple(p for i, (p, n) in enumerate(lengths) for _ in range(n + change.get(i, 0)))
 
 
 def _power_of_two(least: float) -> int:
