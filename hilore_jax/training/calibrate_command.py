@@ -65,8 +65,10 @@ class RolloutConfig:
         Raises:
             ValueError: lists every fault.
         """
+        # Subclasses have settings of their own, some with the name of another one of training's.
         names = {field.name for field in dataclasses.fields(TrainConfig)}
-        shared = {k: v for k, v in dataclasses.asdict(self).items() if k in names}
+        names &= {field.name for field in dataclasses.fields(RolloutConfig)}
+        shared = {name: getattr(self, name) for name in names}
         config = TrainConfig(**shared, lora_rank=self.lora, quiet=True)
         wrong = [fault for fault in faults(config) if "run_dir" not in fault]
         if wrong:
