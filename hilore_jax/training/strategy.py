@@ -12,6 +12,7 @@ from flax import nnx
 from hilore_jax.actions import Policy
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.planning.ladder import Ladder, refined_segments
+from hilore_jax.planning.plan import Plan
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.gated import make_gated_update
@@ -88,16 +89,25 @@ def plans(config: TrainConfig, shape: DecoderConfig) -> tuple[tuple[Policy, ...]
     Raises:
         ValueError: a ladder that is not for the model's number of blocks.
     """
+    found = loaded_plans(config, shape)
+    return tuple(made.policies for made in found) or (run_policies(config, shape),)
+
+
+def loaded_plans(config: TrainConfig, shape: DecoderConfig) -> tuple[Plan, ...]:
+    """The plans of the run's files: a ladder's, one, or none.
+
+    Raises:
+        ValueError: see `plans`.
+    """
     ladder = load_ladder(config)
     if ladder is None:
-        return (run_policies(config, shape),)
-    found = tuple(made.policies for made in ladder.plans)
-    if len(found[0]) != shape.n_layers:
+        return (load_plan(config, shape),) if config.plan else ()
+    if len(ladder.plans[0].policies) != shape.n_layers:
         raise ValueError(
-            f"the ladder {config.ladder} is for {len(found[0])} blocks, the model has "
-            f"{shape.n_layers}. Plan again for this model."
+            f"the ladder {config.ladder} is for {len(ladder.plans[0].policies)} blocks, the model "
+            f"has {shape.n_layers}. Plan again for this model."
         )
-    return found
+    return ladder.plans
 
 
 def load_ladder(config: TrainConfig) -> Ladder | None:

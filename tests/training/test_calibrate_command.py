@@ -8,8 +8,9 @@ import pytest
 
 import hilore_jax as hl
 from hilore_jax.planning.plan import Plan
+from hilore_jax.training.abstract import training_update
 from hilore_jax.training.accept_command import AcceptOptions, run_accept
-from hilore_jax.training.calibrate_command import CalibrateConfig, abstract_update, run_calibrate
+from hilore_jax.training.calibrate_command import CalibrateConfig, run_calibrate
 from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.planned import run_policies
 from hilore_jax.training.rollouts import real_updates
@@ -41,7 +42,7 @@ def test_the_commands_in_order(graded, tmp_path, capsys):
     assert made.compilations <= 3 and {m.block for m in made.measured} == {0, 1}
     assert hl.Calibration.load(out) == made and "calibration of 2 blocks" in capsys.readouterr().out
 
-    update = abstract_update(graded.model.config, config.training())
+    update = training_update(graded.model.config, config.training())
     plan = hl.plan(
         update,
         update.arguments,
