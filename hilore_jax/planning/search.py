@@ -99,8 +99,8 @@ class Search:
         self._left = compilations
         fastest = self._choose(sum(max(e.nbytes for e in self.menu) for _ in range(self.count)))
         most = self.kept(fastest)
-        if most and self.predict(fastest) <= self.limit:
-            self._fits(_neighbour(fastest))  # says what all but one block of it need
+        if most and self._over(fastest) <= self._margin(fastest):
+            self._fits(_neighbour(fastest))  # then there is something to predict its peak from
         fits = self._fits(fastest)
         if fastest in self.done and most:
             above = self.done[fastest].peak - self.gc.peak
@@ -127,11 +127,9 @@ class Search:
             return False
         middle = (low + high) // 2
         policies = self._choose(self._bytes(middle))
-        kept = self._share * self.kept(policies)
-        over = self.gc.peak + kept - self.limit
-        if over > _MARGIN * self.gc.peak + _BELOW * kept:
+        if self._over(policies) > self._margin(policies):
             return self._within(low, middle)
-        searched = over < -_MARGIN * self.gc.peak - _ABOVE * kept
+        searched = self._over(policies) < -self._margin(policies, _ABOVE)
         if searched and self._within(middle, high):
             return True
         if not self._fits(policies):
@@ -139,6 +137,13 @@ class Search:
         if not searched and self.limit - self.done[policies].peak > _CLOSE * self.limit:
             self._within(middle, high)
         return True
+
+    def _over(self, policies: Policies) -> float:
+        """Bytes by which the line through the compiled ends lies above the limit."""
+        return self.gc.peak + self._share * self.kept(policies) - self.limit
+
+    def _margin(self, policies: Policies, kept: float = _BELOW) -> float:
+        return _MARGIN * self.gc.peak + kept * self._share * self.kept(policies)
 
     def _fits(self, policies: Policies) -> bool:
         if policies not in self.done and policies not in self.refused:
