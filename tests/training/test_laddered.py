@@ -246,6 +246,7 @@ def test_a_thousand_jumps_trace_each_bucket_once_and_keep_every_budget(start, ba
             "exposure": total,
             "entropy": None,
             "bad": micro.completion_mask & False,
+            "omega": omega,
         }
         ratios = ratio_metrics(
             micro.logp_old, micro.logp_old, None, micro.advantages, micro.completion_mask
