@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from hilore_jax._extras import require
-from hilore_jax.report.plots import Curves, Panel, plot_curves
+from hilore_jax.report.plots import Curves, Panel, drawing, plot_curves, whole_numbers
 from hilore_jax.report.run_folder import ExploredRun, heat_of
 from hilore_jax.report.strips import Strip, plot_strips
 
 _UP, _DOWN = "#0072B2", "#D55E00"
 _FEW = 25  # updates, below which each is marked
+_WIDE = 30  # greatest over least exposure, above which the axis is logarithmic
 
 
 def plot_exposure(run: ExploredRun, folder: Path, *, by: str = "state", top: int = 8) -> list[Path]:
@@ -52,12 +53,13 @@ def update_panels(run: ExploredRun) -> list[Panel]:
     """Microbatches' exposure over updates, and the risk used against its budget."""
     at, few = run.steps, len(run.metrics) <= _FEW
     micro = run.micro_exposures()
-    positive = bool(np.all(micro[np.isfinite(micro)] > 0))
+    finite = micro[np.isfinite(micro)]
+    wide = finite.size > 0 and 0 < _WIDE * finite.min() < finite.max()
     panels = []
     if micro.size:
         curves = {f"mean, least and greatest of {len(micro)}": Curves(at, micro)}
         title = "exposure of a microbatch"
-        panels.append(Panel(title, "sum of |omega|", curves, log=positive, markers=few))
+        panels.append(Panel(title, "sum of |omega|", curves, log=bool(wide), markers=few))
     used = {
         name: Curves(at, run.series(key)[None])
         for name, key in (
@@ -87,35 +89,19 @@ def plot_groups(run: ExploredRun, path: Path) -> None:
         ImportError: the `[plots]` extra is missing.
     """
     record = run.record
-    axes, save = _figure(2, f"update {record.step}: {run.title}")
-    exposures, advantage = np.asarray(record.exposure), np.asarray(record.advantage)
-    for ax, name, place in zip(
-        axes, ("group", "microbatch"), (record.group, record.micro), strict=True
-    ):
-        where = np.asarray(place)
-        kept = np.unique(where[where >= 0])
-        for value in kept:
-            rows = np.flatnonzero(where == value)
-            rows = rows[np.argsort(advantage[rows] < 0, kind="stable")]
-            below = np.concatenate([[0.0], np.cumsum(exposures[rows])[:-1]])
-            colours = [_DOWN if a < 0 else _UP for a in advantage[rows]]
-            ax.bar(
-                [str(value)] * len(rows),
-                exposures[rows],
-                bottom=below,
-                color=colours,
-                edgecolor="white",
-                linewidth=0.6,
-            )
-        left = int(np.sum(where < 0))
-        ax.set_title(f"by {name}" + (f" ({left} rows left out)" if left else ""))
-        ax.set_xlabel(name)
-        ax.set_ylabel("exposure, a piece a completion")
-        ax.grid(axis="y", alpha=0.3)
-        for label, colour in (("advantage >= 0", _UP), ("advantage < 0", _DOWN)):
-            ax.bar([], [], color=colour, label=label)
-        ax.legend(frameon=False)
-    save(path)
+    patch = require("matplotlib.patches", "plots", "a figure").Patch
+    signs = (("advantage >= 0", _UP), ("advantage < 0", _DOWN))
+    keys = [patch(color=colour, label=label) for label, colour in signs]
+    places = {"group": record.group, "microbatch": record.micro}
+    with drawing(2, path, title=f"update {record.step}: {run.title}") as axes:
+        for ax, (name, place) in zip(axes, places.items(), strict=True):
+            _bars(ax, run, np.asarray(place))
+            left = int(np.sum(np.asarray(place) < 0))
+            ax.set_title(f"by {name}" + (f" (rows left out: {left})" if left else ""))
+            ax.set_xlabel(name)
+            ax.set_ylabel("exposure, a piece a completion")
+            ax.grid(axis="y", alpha=0.3)
+            ax.legend(handles=keys, frameon=False)
 
 
 def plot_errors(run: ExploredRun, path: Path) -> None:
@@ -130,39 +116,47 @@ def plot_errors(run: ExploredRun, path: Path) -> None:
     """
     error, predicted = run.series("gradient_error"), run.series("predicted_error")
     seen = np.isfinite(error)
-    axes, save = _figure(2, run.title)
     both = seen & np.isfinite(predicted)
-    if both.any():
-        top = 1.1 * max(error[both].max(), predicted[both].max()) or 1.0
-        axes[0].plot([0, top], [0, top], color="0.4", linestyle=":", label="as predicted")
-        axes[0].plot(predicted[both], error[both], "o", color=_UP, label="an update")
-        axes[0].set_xlim(0, top)
-        axes[0].set_ylim(0, top)
-        axes[0].legend(frameon=False)
-    else:
-        axes[0].text(0.5, 0.5, "no risks are known of these policies", ha="center")
-    axes[0].set_title("measured against predicted")
-    axes[0].set_xlabel("predicted gradient error")
-    axes[0].set_ylabel("measured gradient error")
-    axes[1].plot(run.steps[seen], error[seen], "o-", color=_UP, label="measured")
-    axes[1].plot(run.steps[both], predicted[both], "s--", color=_DOWN, label="predicted")
-    axes[1].set_ylim(bottom=0)
-    axes[1].set_title("over updates")
-    axes[1].set_xlabel("actor update")
-    axes[1].set_ylabel("relative error of the gradient")
-    axes[1].legend(frameon=False)
-    for ax in axes:
-        ax.grid(alpha=0.3)
-    save(path)
+    with drawing(2, path, title=run.title) as (left, right):
+        if both.any():
+            top = 1.1 * max(error[both].max(), predicted[both].max()) or 1.0
+            left.plot([0, top], [0, top], color="0.4", linestyle=":", label="as predicted")
+            left.plot(predicted[both], error[both], "o", color=_UP, label="an update")
+            left.set_xlim(0, top)
+            left.set_ylim(0, top)
+            left.legend(frameon=False)
+        else:
+            left.text(0.5, 0.5, "no risks are known of these policies", ha="center")
+        left.set_title("measured against predicted")
+        left.set_xlabel("predicted gradient error")
+        left.set_ylabel("measured gradient error")
+        right.plot(run.steps[seen], error[seen], "o-", color=_UP, label="measured")
+        if both.any():
+            right.plot(run.steps[both], predicted[both], "s--", color=_DOWN, label="predicted")
+        right.set_ylim(bottom=0)
+        right.set_title("over updates")
+        right.set_xlabel("actor update")
+        right.set_ylabel("relative error of the gradient")
+        right.legend(frameon=False)
+        whole_numbers(right)
+        for ax in (left, right):
+            ax.grid(alpha=0.3)
 
 
-def _figure(panels: int, title: str) -> tuple[Any, Any]:
-    figure_type = require("matplotlib.figure", "plots", "a figure").Figure
-    canvas_type = require("matplotlib.backends.backend_agg", "plots", "a figure").FigureCanvasAgg
-    figure = figure_type(figsize=(6.2 * panels, 4.6), dpi=150, layout="constrained")
-    canvas_type(figure)
-    figure.suptitle(title, fontsize=14)
-    return figure.subplots(1, panels, squeeze=False)[0], figure.savefig
+def _bars(ax: Any, run: ExploredRun, where: np.ndarray) -> None:
+    """Stacked exposures of the rows at each place, those of negative advantage on top."""
+    exposures, advantage = np.asarray(run.record.exposure), np.asarray(run.record.advantage)
+    for value in np.unique(where[where >= 0]):
+        rows = np.flatnonzero(where == value)
+        rows = rows[np.argsort(advantage[rows] < 0, kind="stable")]
+        ax.bar(
+            [str(value)] * len(rows),
+            exposures[rows],
+            bottom=np.concatenate([[0.0], np.cumsum(exposures[rows])[:-1]]),
+            color=[_DOWN if a < 0 else _UP for a in advantage[rows]],
+            edgecolor="white",
+            linewidth=0.6,
+        )
 
 
 def _strips(run: ExploredRun, by: str, top: int) -> list[Strip]:
