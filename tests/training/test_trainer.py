@@ -53,7 +53,10 @@ def config(tmp_path):
 def shared(parts):
     """(learner, parts, its first state), so that the update is compiled once for all tests."""
     built = parts()
-    learner = Learner(SETTINGS, built.model)
+    quick = hl.compiler_options() | {"xla_backend_optimization_level": 0}
+    with pytest.MonkeyPatch.context() as patch:  # the gradients that are only measured
+        patch.setattr("hilore_jax.training.strategy.compiler_options", lambda: quick)
+        learner = Learner(SETTINGS, built.model)
     start = jax.tree.map(jnp.copy, learner.state)
     return learner, built, start
 
