@@ -66,7 +66,12 @@ class RolloutConfig:
             ValueError: lists every fault.
         """
         names = {field.name for field in dataclasses.fields(TrainConfig)}
-        shared = {k: v for k, v in dataclasses.asdict(self).items() if k in names}
+        # Not those of a subclass: `risk` is another thing to a calibration than to a run.
+        shared = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(RolloutConfig)
+            if field.name in names
+        }
         config = TrainConfig(**shared, lora_rank=self.lora, quiet=True)
         wrong = [fault for fault in faults(config) if "run_dir" not in fault]
         if wrong:
