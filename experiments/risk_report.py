@@ -61,16 +61,9 @@ def summary(
     points = {planner: _points(updates, planner) for planner in planners}
     ours, other = (points[planner] for planner in planners)
     same = []
-    for error, flops, seconds, realized in ours:
-        theirs = [_at(other, error, column) for column in (1, 2)]
-        same.append(
-            {
-                "level": realized,
-                "error": error,
-                "flops": {planners[0]: flops, planners[1]: theirs[0]},
-                "seconds": {planners[0]: seconds, planners[1]: theirs[1]},
-            }
-        )
+    for error, flops, level in ours:
+        shares = dict(zip(planners, (flops, _at(other, error)), strict=True))
+        same.append({"level": level, "error": error, "recomputed": shares})
     compressed = [row for row in updates if row["predicted"] > 0]
 
     def ratio(planner: str, norm: Callable[[dict[str, Any]], float]) -> float:
@@ -87,21 +80,21 @@ def summary(
     }
 
 
-def _points(updates: Rows, planner: str) -> list[tuple[float, float, float, float]]:
-    """Realized error, recomputed FLOPs and seconds, and level: means over updates, by error."""
+def _points(updates: Rows, planner: str) -> list[tuple[float, float, float]]:
+    """Realized error, recomputed FLOPs and level: means over updates, by error."""
     rows = [row for row in updates if row["planner"] == planner]
     levels = sorted({row["level"] for row in rows})
     found = []
     for level in levels:
         same = [row for row in rows if row["level"] == level]
-        mean = [statistics.fmean(r[k] for r in same) for k in ("error", "flops", "seconds")]
+        mean = [statistics.fmean(r[k] for r in same) for k in ("error", "flops")]
         found.append((*mean, level))
     return sorted(found)
 
 
-def _at(points: Sequence[tuple[float, ...]], error: float, column: int) -> float | None:
+def _at(points: Sequence[tuple[float, ...]], error: float) -> float | None:
     """Interpolated over log error; None outside of what was measured."""
-    known = [(math.log(p[0]), p[column]) for p in points if p[0] > 0]
+    known = [(math.log(p[0]), p[1]) for p in points if p[0] > 0]
     x = math.log(error) if error > 0 else -math.inf
     if not known or not known[0][0] <= x <= known[-1][0]:
         return None
@@ -124,16 +117,12 @@ def table(found: dict[str, Any]) -> str:
         ratios = ", ".join(f"{k} {v:.2f}" for k, v in found["updates"][key].items())
         lines.append(f"complete updates, {key.replace('_', ' ')}: {ratios}")
     for row in found["updates"]["at_the_same_error"]:
-        shares = (
-            f"{kind} " + ", ".join(_share(name, v) for name, v in row[kind].items())
-            for kind in ("flops", "seconds")
+        shares = ", ".join(
+            f"{name} " + ("not reached" if v is None else f"{v:.1%}")
+            for name, v in row["recomputed"].items()
         )
-        lines.append(f"at error {row['error']:.4f} recomputed: " + "; ".join(shares))
+        lines.append(f"at error {row['error']:.4f} recomputed: {shares}")
     return "\n".join(lines)
-
-
-def _share(name: str, value: float | None) -> str:
-    return f"{name} " + ("not reached" if value is None else f"{value:.1%}")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

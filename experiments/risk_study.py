@@ -17,7 +17,7 @@ from hilore_jax.planning.calibrated import calibrated_menu
 from hilore_jax.planning.calibration import model_fingerprint
 from hilore_jax.planning.frontier import distortion
 from hilore_jax.planning.menu import block_menu
-from hilore_jax.planning.risks import default_risk, recommended_codecs
+from hilore_jax.planning.risks import default_risk
 from hilore_jax.planning.target import parse_target
 from hilore_jax.training.calibrate_command import (
     RolloutConfig,
@@ -53,8 +53,6 @@ class Settings(RolloutConfig):
     """Range of predicted errors."""
     levels: tuple[float, ...] = (0.005, 0.01, 0.015, 0.03)
     """Gradient errors of a complete update to plan for."""
-    target: str = "cpu"
-    """Device whose seconds plans minimize."""
     quick: bool = False
     """A random model and a calibration of a few passes, to see that it works."""
     out: str = ""
@@ -101,10 +99,13 @@ class Study:
 
     def _menu(self) -> None:
         """The menu of exact and measured entries, and each one's place in `entries`."""
-        target, blocks = parse_target(self.settings.target), self.blocks
+        target, blocks = parse_target("cpu"), self.blocks
+        codecs = dict.fromkeys(p[name] for p in self.entries for name in p.names(hl.Compress))
         how = {"risks": default_risk, "target": target, "argnums": blocks.argnums}
-        menu = block_menu(blocks.fn, *blocks.args, codecs=recommended_codecs(), **how)
-        self.menu, _ = calibrated_menu(menu, blocks, target, self.calibration, 1.0)
+        menu = block_menu(blocks.fn, *blocks.args, codecs=tuple(codecs), **how)
+        found, _ = calibrated_menu(menu, blocks, target, self.calibration, 1.0)
+        # What is compared is what is recomputed: matmuls, whatever a device makes of them.
+        self.menu = [dataclasses.replace(e, seconds=float(e.flops)) for e in found]
         traced = block_program(blocks.fn, *blocks.args, argnums=blocks.argnums).traced
         places = {distortion(p, traced): 1 + i for i, p in enumerate(self.entries)}
         places |= {distortion(hl.Policy({}), traced): 0}
@@ -166,7 +167,7 @@ class Study:
         return total_risk(row[i] for row, i in zip(self.errors, index, strict=True))
 
     def plan(self, table: list[list[float]], scale: float, risk: float) -> tuple[int, ...]:
-        """A choice of menu entries by block: the least seconds within `risk`."""
+        """A choice of menu entries by block: the least recomputed within `risk` and the memory."""
         menus = [
             [
                 dataclasses.replace(entry, risk=row[place] * scale)
@@ -206,11 +207,10 @@ class Study:
         indices = [[self.places[c] for c in chosen] for chosen in choices]
         pairs = zip(indices, exposures, strict=True)
         entries = [self.menu[c] for chosen in choices for c in chosen]
-        full = [max(getattr(e, name) for e in self.menu) for name in ("flops", "seconds")]
+        full = max(e.flops for e in self.menu)
         return {
             "predicted": total_risk(self.predicted(index, e) for index, e in pairs),
-            "flops": sum(e.flops for e in entries) / len(entries) / full[0],
-            "seconds": sum(e.seconds for e in entries) / len(entries) / full[1],
+            "flops": sum(e.flops for e in entries) / len(entries) / full,
             "bytes": sum(e.nbytes for e in entries) / len(choices),
             "compressed": sum(bool(i) for index in indices for i in index) / len(entries),
         }
