@@ -110,8 +110,9 @@ class Study:
         places = {distortion(p, traced): 1 + i for i, p in enumerate(self.entries)}
         places |= {distortion(hl.Policy({}), traced): 0}
         self.places = [places[distortion(entry.policy, traced)] for entry in self.menu]
-        lossy = [e.nbytes for e, place in zip(self.menu, self.places, strict=True) if place]
-        self.memory = blocks.count * max(lossy)
+        # As much as compression needs to leave nothing, or least, to recompute.
+        least = min(e.flops for e in self.menu)
+        self.memory = blocks.count * min(e.nbytes for e in self.menu if e.flops == least)
 
     def _exposures(self) -> list[tuple[Any, float, bool]]:
         """Microbatches to try policies on: with their exposure, and whether they are real."""
@@ -189,7 +190,7 @@ class Study:
 
         low, high = 0.0, 1.01 * total_risk(max(row) for row in self.errors)
         alone = self.plan(self.errors, 1.0, low)
-        for _ in range(12):
+        for _ in range(8):
             middle = (low + high) / 2
             tried = self.plan(self.errors, 1.0, middle)
             if mean_error(tried) <= level:
