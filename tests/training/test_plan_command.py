@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 
+import jax
 import optax
 import pytest
 from flax import nnx
@@ -14,7 +15,8 @@ from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.models.shapes import to_hf
 from hilore_jax.planning.calibration import Measured, model_fingerprint
-from hilore_jax.planning.solve import plan
+from hilore_jax.planning.memory import Memory
+from hilore_jax.planning.menu import Entry
 from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.laddered import LadderedUpdate
 from hilore_jax.training.plan_command import PlanConfig, abstract_update
@@ -52,7 +54,7 @@ def test_a_plan_is_printed_written_and_explained_again(run, tmp_path, capsys):
     assert capsys.readouterr().out.strip() in printed
 
 
-UP = hl.Policy({"mlp_up": hl.Compress("int8", tile=32)})
+GC, UP = hl.Policy({}), hl.Policy({"mlp_up": hl.Compress("int8", tile=32)})
 
 
 @pytest.fixture
@@ -70,9 +72,26 @@ def test_a_ladder_is_written_and_read_by_train(run, calibration, tmp_path, capsy
     out = tmp_path / "ladder.json"
     asked = []
 
-    def counted(*args, **options):
-        asked.append((options["exposure"], options["budget"].risk))
-        return plan(*args, **options)
+    def counted(update, args, *, budget, calibration, exposure, **options):
+        """What `hl.plan` returns, without compiling anything."""
+        asked.append((exposure, budget.risk))
+        entry = lambda p, risk: Entry(p, 100, 1e-3, 0, 0, risk)  # noqa: E731
+        risk = calibration.risk(UP, 0, exposure)
+        memory, fits = Memory(50, 0, 0, 50, 0, 0), risk * 3**0.5 <= budget.risk
+        return hl.Plan(
+            policies=(UP if fits else GC,) * 3,
+            menu=(entry(GC, 0.0), entry(UP, risk)),
+            **dict.fromkeys(("gc", "memory"), memory),
+            **dict.fromkeys(("budget", "predicted"), 100),
+            risk_budget=budget.risk,
+            exposure=exposure,
+            baseline=None,
+            bound_seconds=0.0,
+            cost="modelled",
+            target="cpu",
+            trials=(),
+            fingerprint={"jax": jax.__version__},
+        )
 
     monkeypatch.setattr("hilore_jax.planning.ladder.plan", counted)
     options = ["--target", "cpu", "--memory", "9x-gc", "--calibration", calibration]
@@ -82,7 +101,7 @@ def test_a_ladder_is_written_and_read_by_train(run, calibration, tmp_path, capsy
     assert asked == [(0.5, 0.01), (1.0, 0.01), (1.0, 0.0)]
     ladder = hl.Ladder.load(out)
     assert (ladder.edges, ladder.risk, ladder.share) == ((0.5, 1.0, math.inf), 0.02, 0.25)
-    assert [plan.exposure for plan in ladder.plans] == [0.5, 1.0, 1.0]
+    assert [plan.policies[0] for plan in ladder.plans] == [UP, GC, GC]
     config = TrainConfig(ladder=str(out), run_dir=str(tmp_path / "run"))
     check(config)
     assert plans(config, CONFIG) == tuple(plan.policies for plan in ladder.plans)
