@@ -34,7 +34,8 @@ def gated_blocks(
     flag is positive reads the values that its policy compressed; any other (0, NaN, or no cotangent
     at all) recomputes them from the block's input, exact, with the names that the policy stores.
     One executable for all flags, and the memory of the policies. A policy that compresses nothing
-    needs no flag.
+    needs no flag. Under `jax.shard_map` flags may differ between devices, if the token is typed so
+    (`jax.lax.pcast(token, axis, to="varying")`).
 
     Args:
         block_fn: `block_fn(params, x, *shared) -> x` or `-> (x, aux)`; pure.

@@ -13,7 +13,7 @@ class Flags(NamedTuple):
     """The blocks that decode, and what that risks."""
 
     flags: Float[Array, "blocks"]  # 1 decode, 0 recompute: the cotangent of a gate's token
-    risk_used: Float[Array, ""]  # root of the sum of squared risks of the flagged blocks
+    risk_used: Float[Array, ""]  # root of the summed squares of the flagged blocks' risks, or sum
     risk_budget: Float[Array, ""]  # what it may be
 
 
@@ -22,22 +22,25 @@ def choose_flags(
     seconds: Num[Array | np.ndarray, "blocks"],
     exposure: ArrayLike,
     budget: ArrayLike,
+    *,
+    paper: bool = False,
 ) -> Flags:
     r"""The blocks that decode in the backward pass of one microbatch.
 
     Memory is already paid, so one budget of methods' two remains (arXiv 2609.33570; squares ours):
 
         maximize   sum_u seconds_u flag_u
-        such that  sum_u flag_u (coefficient_u E)^2 <= budget^2
+        such that  sum_u flag_u (coefficient_u E)^2 <= budget^2;
+                   the paper's: sum_u flag_u coefficient_u E <= budget
 
     With equal seconds the answer is exact: the least risky blocks, as many as fit. Otherwise it is
-    greedy by seconds per squared risk, in two rounds (what fits until one does not; then, in the
-    room left, the same among the rest), or the one best block if that saves more. It loses less
-    than the seconds of one block, and at most half of the optimum: the first round and the block
-    that ended it save at least the fractional optimum.
+    greedy by seconds per squared risk (per risk), in two rounds (what fits until one does not;
+    then, in the room left, the same among the rest), or the one best block if that saves more. It
+    loses less than the seconds of one block, and at most half of the optimum: the first round and
+    the block that ended it save at least the fractional optimum.
 
     All in float32; room for the rounding of every step is kept back, `(4 blocks + 32)` units in
-    the last place of budget^2, so that the sum in real numbers is within the budget.
+    the last place of budget^2 (of the budget), so that the sum in real numbers is within it.
 
     Args:
         coefficients: `[blocks]`, risk per exposure, `kappa e / Ghat`; a block with an infinite, NaN
@@ -45,8 +48,9 @@ def choose_flags(
         seconds: `[blocks]`, saved by decoding; a block that saves nothing never decodes.
         exposure: scalar `sum_t |omega_t|` of the microbatch. NaN, infinite or negative: no flag; 0:
             all blocks that save time.
-        budget: scalar, `R sqrt(tokens / update tokens)`. NaN or negative: no flag; 0: blocks
-            without risk only.
+        budget: scalar, see `share_of_budget`. NaN or negative: no flag; 0: blocks without risk
+            only.
+        paper: risks add linearly, as in the paper.
 
     Returns:
         Flags, risk used and the budget, float32.
@@ -64,12 +68,17 @@ def choose_flags(
     # Relative to the budget, so that squares neither overflow nor vanish; rounded up from zero.
     per_budget = jnp.where(e == 0, 0.0, jnp.maximum(e / b, tiny))
     relative = jnp.where((c == 0) | (e == 0), 0.0, c * per_budget)
-    weights = jnp.where(relative < 1e-15, jnp.where(relative > 0, 1e-30, 0.0), relative**2)
+    if paper:
+        weights = jnp.where(relative > 0, jnp.maximum(relative, tiny), 0.0)
+    else:
+        weights = jnp.where(relative < 1e-15, jnp.where(relative > 0, 1e-30, 0.0), relative**2)
     room = 1.0 - (4 * units + 32) * float(jnp.finfo(jnp.float32).eps)
     able = known & (c >= 0) & jnp.isfinite(c) & (s > 0) & jnp.isfinite(s) & (weights <= room)
     weights = jnp.where(able, weights, 0.0)
     # Increasing in the risk where seconds are equal, and free of overflow.
-    worst_first_last = jnp.where(able, relative / jnp.sqrt(jnp.where(able, s, 1.0)), jnp.inf)
+    gain = jnp.where(able, s, 1.0)
+    per_gain = relative / (gain if paper else jnp.sqrt(gain))
+    worst_first_last = jnp.where(able, per_gain, jnp.inf)
     order = jnp.argsort(worst_first_last)
 
     def fill(among: Bool[Array, "blocks"], room: Array) -> Bool[Array, "blocks"]:
@@ -84,12 +93,17 @@ def choose_flags(
     best = able & (jnp.arange(units) == jnp.argmax(saved))
     single = jnp.max(saved, initial=0.0) > jnp.sum(saved, where=greedy)
     flags = jnp.where(single, best, greedy)
-    used = b * jnp.sqrt(jnp.sum(weights, where=flags))
+    total = jnp.sum(weights, where=flags)
+    used = b * (total if paper else jnp.sqrt(total))
     return Flags(flags.astype(jnp.float32), jnp.where(known, used, 0.0), b)
 
 
-def share_of_budget(risk: ArrayLike, tokens: ArrayLike, update_tokens: ArrayLike) -> jax.Array:
-    """A microbatch's part of an update's risk budget: `R sqrt(tokens / update_tokens)`.
+def share_of_budget(
+    risk: ArrayLike, tokens: ArrayLike, update_tokens: ArrayLike, *, paper: bool = False
+) -> jax.Array:
+    """A microbatch's part of an update's risk budget.
+
+        R sqrt(tokens / update_tokens);   in the paper, whose risks add up, R tokens / update_tokens
 
     Squared risks add up over microbatches, so that all of them together stay within R.
 
@@ -97,11 +111,13 @@ def share_of_budget(risk: ArrayLike, tokens: ArrayLike, update_tokens: ArrayLike
         risk: R, the update's relative gradient error, e.g. 0.015.
         tokens: scalar, optimized tokens of the microbatch.
         update_tokens: scalar, those of the update; 0 gives 0, fewer than `tokens` NaN.
+        paper: the paper's form (arXiv 2609.33570).
 
     Example:
-        >>> print(share_of_budget(0.02, 1, 4))
-        0.01
+        >>> print(share_of_budget(0.02, 1, 4), share_of_budget(0.02, 1, 4, paper=True))
+        0.01 0.005
     """
     tokens, total = jnp.asarray(tokens, jnp.float32), jnp.asarray(update_tokens, jnp.float32)
     share = jnp.where(total > 0, tokens / jnp.where(total > 0, total, 1.0), 0.0)
-    return jnp.asarray(risk, jnp.float32) * jnp.sqrt(jnp.where(share <= 1, share, jnp.nan))
+    share = jnp.where(share <= 1, share, jnp.nan)
+    return jnp.asarray(risk, jnp.float32) * (share if paper else jnp.sqrt(share))

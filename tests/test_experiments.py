@@ -10,6 +10,10 @@ from pathlib import Path
 import jax
 import pytest
 
+import hilore_jax as hl
+from hilore_jax.planning.calibration import Measured, model_fingerprint
+from hilore_jax.training import calibrate_command
+
 FOLDER = Path(__file__).parents[1] / "experiments"
 
 
@@ -20,6 +24,7 @@ def script(monkeypatch):
     def load(name):
         spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
         assert spec is not None and spec.loader is not None
+        monkeypatch.syspath_prepend(FOLDER)  # a script's own folder is on its path
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, name, module)  # dataclasses look their module up
         spec.loader.exec_module(module)
@@ -106,3 +111,73 @@ def test_zero_rows_quick(script, unoptimized, tmp_path, capsys):
     assert skipped["n_tokens"] == micro["n_tokens"] == whole["n_tokens"]
     assert max(micro["gradient_difference"], skipped["gradient_difference"]) < 1e-5
     assert whole["grad_norm"] > 0 and "without dead rows" in capsys.readouterr().out
+
+
+def quick_calibration(module, path):
+    """What `hilore calibrate` finds for the model of a quick run, so that it need not."""
+    settings = module.Settings(**module.QUICK)
+    shape = module.small_parts().model.config
+    blocks = calibrate_command.abstract_update(shape, settings.training()).blocks()
+    fits = [(0, 0, 2.4, 0.0053), (0, 1, 0.47, 0.005), (1, 0, 1.4, 0.0069), (1, 1, 0.76, 0.0071)]
+    policies = [hl.parse_policy(text) for text in module.QUICK_POLICIES]
+    measured = tuple(Measured(policies[p], b, k, 0.1, e, 1) for p, b, k, e in fits)
+    rest = (3.565, 1.04, (0.364, 0.606), model_fingerprint(blocks), 11, 1.0, 2, {})
+    hl.Calibration(measured, *rest).save(path)
+
+
+def test_risk_model_quick_predicts_and_goes_on_where_it_stopped(
+    script, unoptimized, tmp_path, monkeypatch, capsys
+):
+    pytest.importorskip("matplotlib")
+    module, out = script("risk_model"), tmp_path / "risk.json"
+    partial, calibration = tmp_path / "risk.partial.json", tmp_path / "calibration.json"
+    parts = module.small_parts()
+    monkeypatch.setattr(module, "small_parts", lambda: parts)
+    quick_calibration(module, calibration)
+    options = ["--quick", "--out", str(out), "--calibration", str(calibration)]
+    for name in ("Study", "Probe"):  # made once for both calls
+        monkeypatch.setattr(module, name, keep_first(getattr(module, name)))
+    add, made = module.Record.add, []
+
+    def stops(record, name, row):
+        add(record, name, row)
+        if len(record.rows) == 9:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Record, "add", stops)
+        assert module.main(options) == 130
+    before = json.loads(partial.read_text())["rows"]
+    assert len(before) == 9 and not out.exists()
+    monkeypatch.setattr(module.Record, "add", lambda *args: (made.append(args[1]), add(*args)))
+    assert module.main(options) == 0
+    result = json.loads(out.read_text())
+    assert not partial.exists() and out.with_suffix(".png").stat().st_size > 20_000
+    assert made and not set(made) & set(before)
+    trials, updates = result["trials"], result["updates"]
+    assert (len(trials), len(updates)) == (12, 4) and len(before) + len(made) == 16
+    for name, row in before.items():
+        assert row in (trials if name.startswith("policy") else updates)
+    # Exposures as they were sampled and larger ones; errors follow the prediction.
+    exposures = {row["microbatch"]: (row["real"], row["exposure"]) for row in trials}
+    real, scaled = ([e for r, e in exposures.values() if r is kind] for kind in (True, False))
+    assert len(real) == len(scaled) == 2 and min(scaled) > 1.4 * max(real)
+    assert result["summary"]["all"]["rank_correlation"]["risk"] > 0.7
+    ratios = [row["measured"] / row["predicted"] for row in trials]
+    assert min(ratios) > 0.3 and max(ratios) < 3
+    for row in updates:
+        assert row["predicted"] <= row["level"] * (1 + 1e-6) and 0 < row["flops"] < 1
+        assert (row["error"] > 0) == (row["compressed"] > 0)
+    assert any(row["compressed"] for row in updates)
+    assert "rank correlation" in capsys.readouterr().out
+
+
+def keep_first(kind):
+    found = []
+
+    def make(*args):
+        if not found:
+            found.append(kind(*args))
+        return found[0]
+
+    return make

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import hilore_jax as hl
 from blocks import inputs, mlp, params, relative, temp_bytes
@@ -176,6 +178,37 @@ def test_vmap_is_refused():
     (y, _), pull = jax.vjp(run, x[0])
     with pytest.raises(ValueError, match=message):
         jax.vmap(lambda f: pull((y, f)))(jnp.zeros((2, N)))
+
+
+def sharded(x, spec):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+@pytest.mark.newest
+def test_rows_on_two_devices_take_one_flag_or_their_own():
+    x, policies = inputs(shape=(4, 5, 8)), LAYOUTS["apart"]
+    flags = jnp.array([[1.0, 0, 0, 0, 1], [0, 0, 1, 0, 1]])
+    whole = by_flags(STACK, x, flags[0], policies)[1]
+    found = by_flags(STACK, sharded(x, P("data")), sharded(flags[0], P()), policies)[1]
+    assert not found[1].sharding.is_fully_replicated
+    assert relative(jax.device_get(found), jax.device_get(whole)) < 1e-6
+
+    def on_each(stack, x, flags):
+        token = jax.lax.pcast(jnp.zeros(N), "data", to="varying")
+        run = lambda s, x: hl.gated_blocks(mlp, s, x, policies, token)  # noqa: E731
+        (y, _), pull = jax.vjp(run, stack, x)
+        return pull((jnp.cos(y), flags[0]))
+
+    specs = P(), P("data"), P("data")
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    mapped = jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=specs[:2])
+    grads, d_x = compiled(mapped)(STACK, x, flags)
+    halves = [by_flags(STACK, x[2 * i : 2 * i + 2], flags[i], policies)[1] for i in range(2)]
+    want = jax.tree.map(jnp.add, halves[0][0], halves[1][0])
+    assert relative(grads, want) < 1e-6
+    assert relative(d_x, jnp.concatenate([half[1] for half in halves])) < 1e-6
+    assert relative(grads, whole[0]) > 1e-4  # with one flag for both
 
 
 def test_inside_scan_disabled_and_forward_mode():

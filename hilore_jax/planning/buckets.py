@@ -135,6 +135,28 @@ def risk_share(risk: float, tokens: int, update_tokens: int, *, paper: bool = Fa
     return risk * (part if paper else math.sqrt(part))
 
 
+def microbatch_risk(risk: float, share: float, *, paper: bool = False) -> float:
+    """The risk budget of a share of an update's tokens: R sqrt(share); in the paper, R share.
+
+    Args:
+        risk: R, of the whole update.
+        share: tokens of a microbatch over the update's, in (0, 1].
+        paper: the paper's form.
+
+    Raises:
+        ValueError: R is negative or NaN, or the share outside (0, 1].
+
+    Example:
+        >>> microbatch_risk(0.5, 0.25), microbatch_risk(0.5, 0.25, paper=True)
+        (0.25, 0.125)
+    """
+    if not risk >= 0:
+        raise ValueError(f"risk budget R = {risk}: expected a relative error >= 0.")
+    if not 0 < share <= 1:
+        raise ValueError(f"share = {share}: expected tokens / update tokens in (0, 1].")
+    return risk * (share if paper else math.sqrt(share))
+
+
 def power_of_two_edges(exposures: Sequence[float], most: int = 16) -> tuple[float, ...]:
     """Upper edges in powers of two that cover some exposures, and infinity.
 

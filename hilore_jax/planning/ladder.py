@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hilore_jax.actions import Compress, Policy
-from hilore_jax.planning.buckets import Buckets, power_of_two_edges, risk_share
+from hilore_jax.planning.buckets import Buckets, microbatch_risk, power_of_two_edges
 from hilore_jax.planning.budget import Budget
 from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.plan import Blocks, Plan, runs
@@ -40,6 +40,8 @@ class Ladder:
     def __post_init__(self) -> None:
         if len(self.plans) != len(self.edges):
             raise ValueError(f"{len(self.plans)} plans for {len(self.edges)} buckets {self.edges}.")
+        if len({made.paper for made in self.plans}) != 1:
+            raise ValueError("some plans add risks linearly, others as squares: expected one form.")
         if any(compresses(policy) for policy in self.plans[-1].policies):
             raise ValueError(
                 "the last plan of a ladder serves every exposure and must compress nothing; plan "
@@ -48,21 +50,26 @@ class Ladder:
         counts = sorted({len(made.policies) for made in self.plans})
         if len(counts) != 1:
             raise ValueError(f"the ladder's plans are for {counts} blocks: expected one number.")
-        allowed = risk_share(self.risk, 1, 1) * math.sqrt(self.share)
+        allowed = microbatch_risk(self.risk, self.share, paper=self.paper)
         for edge, made in zip(self.edges[:-1], self.plans[:-1], strict=True):
             if not made.risk <= allowed * (1 + 1e-12):
                 raise ValueError(
                     f"the plan of the bucket up to exposure {edge:g} has risk {made.risk:g}, above "
                     f"{allowed:g}, its microbatch's part of R = {self.risk:g}. Plan it with "
-                    "Budget(risk=R * sqrt(share)) and that exposure."
+                    f"Budget(risk={allowed:g}) and that exposure."
                 )
         _ = self.buckets  # its own checks
+
+    @property
+    def paper(self) -> bool:
+        """Whether risks add linearly, as in the paper; all plans agree in that."""
+        return self.plans[0].paper
 
     @functools.cached_property
     def buckets(self) -> Buckets:
         """Edges, risks and shares: what the choice needs of the plans."""
         risks = (*(made.risk for made in self.plans[:-1]), 0.0)
-        return Buckets(self.edges, risks, self.risk, self.share)
+        return Buckets(self.edges, risks, self.risk, self.share, self.paper)
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -167,7 +174,7 @@ def plan_ladder(
     may keep more in low precision. Each plan is `hilore_jax.plan` at its bucket's upper edge,
     within
 
-        sum_b risk_b^2 <= R^2 tokens / update_tokens.
+        sum_b risk_b^2 <= R^2 tokens / update_tokens;   the paper's: sum_b risk_b <= R tokens / ...
 
     Args:
         update: as for `hilore_jax.plan`.
@@ -225,7 +232,9 @@ def plan_ladder(
             update,
             args,
             edges[-2],
-            dataclasses.replace(budget, risk=budget.risk * math.sqrt(share)),
+            dataclasses.replace(
+                budget, risk=microbatch_risk(budget.risk, share, paper=calibration.form == "paper")
+            ),
             blocks=blocks,
             target=target,
             calibration=calibration,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ def make_gated_gradients(
     coefficients: Num[Array | np.ndarray, "..."],
     seconds: Num[Array | np.ndarray, "..."],
     risk: Any = 0.015,
+    paper: bool = False,
     clip: float = 0.2,
     beta: float = 1e-3,
     temperature: float = 1.0,
@@ -48,11 +50,16 @@ def make_gated_gradients(
     2609.33570). `gate_rule.choose_flags` picks the blocks within the microbatch's share of R;
     then one pass goes back, from omega and the flags. One executable for all exposures.
 
+    With a batch that is sharded under `jit` the flags are those of all rows. Under `jax.shard_map`
+    each device decides for its own rows, by their exposure and their share of `update_tokens`,
+    which must count every device's.
+
     Args:
         graphdef: the static part of a model with `embed`, `blocks` and `norm`, as `Decoder`.
         coefficients: `[blocks]`, risk per exposure: `kappa e / Ghat` of a calibration.
         seconds: `[blocks]`, saved where the block decodes instead of recomputing.
         risk: R, the relative gradient error of an update; 0 never decodes.
+        paper: risks add linearly, as in the paper: those of a calibration of that form.
         clip: epsilon of the ratio's clipping.
         beta: weight of the K3 reference term.
         temperature: softmax temperature at which tokens are scored.
@@ -113,17 +120,18 @@ def make_gated_gradients(
             logp, nats = logp if isinstance(logp, tuple) else (logp, None)
             return (logp, token), nats
 
-        token = jnp.zeros(blocks, jnp.float32)
+        token = varying_like(jnp.zeros(blocks, jnp.float32), micro)
         (logp, _), pull, nats = jax.vjp(forward, params, token, has_aux=True)
         mask = micro.completion_mask
         terms = (logp, micro.logp_old, micro.logp_ref, micro.advantages, mask)
         loss, omega = loss_and_coefficients(*terms, update_tokens, clip=clip, beta=beta)
         total = exposure(omega, mask)
-        budget = share_of_budget(risk, jnp.sum(mask, dtype=jnp.float32), update_tokens)
+        tokens = jnp.sum(mask, dtype=jnp.float32)
+        budget = share_of_budget(risk, tokens, update_tokens, paper=paper)
         # A block whose policy is exact has nothing to decode: it must not use up the budget.
         lossy = np.array([bool(policy.names(Compress)) for policy in policies or ()])
         saved = jnp.where(lossy, jnp.asarray(seconds), 0.0)
-        chosen = choose_flags(coefficients, saved, total, budget)
+        chosen = choose_flags(coefficients, saved, total, budget, paper=paper)
         grads, _ = pull((omega.astype(logp.dtype), chosen.flags))
         seen = observe(loss, logp, omega, nats, micro, clip)
         return grads, {**seen, "gate": {"exposure": total, **chosen._asdict()}}
@@ -142,25 +150,37 @@ def _check(coefficients: Any, seconds: Any, risk: Any) -> None:
         raise ValueError(f"risk is {risk}; expected R >= 0, where 0 means no compression at all")
 
 
-def gated_metrics(grads: nnx.State, seen: dict[str, Any]) -> Metrics:
+def varying_like(x: jax.Array, tree: Any) -> jax.Array:
+    """`x` typed as differing between the devices of a `shard_map` wherever the tree's leaves do.
+
+    What a function returns and the cotangents that are handed back must agree in that.
+    """
+    axes = {a for leaf in jax.tree.leaves(tree) for a in getattr(jax.typeof(leaf), "vma", ())}
+    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def gated_metrics(grads: nnx.State, seen: dict[str, Any], *, paper: bool = False) -> Metrics:
     """`update_metrics`, and what the gate did.
 
     Args:
         grads: the update's gradients, summed over the microbatches.
         seen: what the gradients of `make_gated_gradients` return, stacked over microbatches.
+        paper: as there.
 
     Returns:
         Also `gate/decoded` (blocks decoded, over all microbatches), `gate/decoded_fraction`,
-        `gate/risk_used` and `gate/risk_budget` (of the update: roots of sums of squares), and by
-        microbatch `gate/flags` `[micro, blocks]` and `gate/exposure` `[micro]`.
+        `gate/risk_used` and `gate/risk_budget` (of the update: roots of sums of squares, or sums in
+        the paper's form), and by microbatch `gate/flags` `[micro, blocks]` and `gate/exposure`
+        `[micro]`.
     """
     gate = seen["gate"]
+    risks = {name: gate[name] for name in ("risk_used", "risk_budget")}
+    whole = jnp.sum if paper else jnp.linalg.norm
     return {
         **update_metrics(grads, {name: value for name, value in seen.items() if name != "gate"}),
         "gate/decoded": jnp.sum(gate["flags"]),
         "gate/decoded_fraction": jnp.mean(gate["flags"]),
-        "gate/risk_used": jnp.sqrt(jnp.sum(gate["risk_used"] ** 2)),
-        "gate/risk_budget": jnp.sqrt(jnp.sum(gate["risk_budget"] ** 2)),
+        **{f"gate/{name}": whole(value) for name, value in risks.items()},
         "gate/flags": gate["flags"],
         "gate/exposure": gate["exposure"],
     }
@@ -171,6 +191,7 @@ def make_gated_update(
     optimizer: optax.GradientTransformation,
     *,
     max_grad_norm: float | None = 1.0,
+    paper: bool = False,
     **options: Any,
 ) -> Callable[[Policies, TrainState, Batch], tuple[TrainState, Metrics]]:
     """`make_actor_update` with a gate.
@@ -179,13 +200,16 @@ def make_gated_update(
         graphdef: the model's static part, from `init_state`.
         optimizer: as in `make_actor_update`.
         max_grad_norm: as in `make_actor_update`.
-        **options: those of `make_gated_gradients`.
+        paper: as in `make_gated_gradients`.
+        **options: the others of `make_gated_gradients`.
 
     Returns:
         `update(policies, state, batch) -> (state, metrics)`, pure; the metrics are those of
         `gated_metrics`.
     """
-    gradients = sum_micro_gradients(make_gated_gradients(graphdef, **options), gated_metrics)
+    micro_gradients = make_gated_gradients(graphdef, paper=paper, **options)
+    metrics_of = functools.partial(gated_metrics, paper=paper)
+    gradients = sum_micro_gradients(micro_gradients, metrics_of)
     apply = make_apply(optimizer, max_grad_norm)
 
     def update(policies: Policies, state: TrainState, batch: Batch):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import optax
 
 from hilore_jax.models.config import DecoderConfig, LoraConfig
 from hilore_jax.models.lookup import shape_of
+from hilore_jax.planning.buckets import microbatch_risk
 from hilore_jax.planning.budget import Budget
 from hilore_jax.planning.calibration import Calibration
+from hilore_jax.planning.ladder import Ladder, plan_ladder
 from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.solve import plan
 from hilore_jax.planning.target import parse_target
@@ -53,9 +56,12 @@ class PlanConfig:
     """JSON file to write the plan to."""
     plot: str = ""
     """PNG or SVG file to draw the Pareto curve into."""
+    ladder: str = ""
+    """With a calibration, in place of one plan: JSON file to write a plan for every power of two
+    of its exposures to, for `hilore train --ladder`."""
 
 
-def run_plan(config: PlanConfig) -> Plan:
+def run_plan(config: PlanConfig) -> Plan | Ladder:
     """Plans, prints the table, and writes what was asked for.
 
     Raises:
@@ -66,23 +72,32 @@ def run_plan(config: PlanConfig) -> Plan:
     calibration = Calibration.load(config.calibration) if config.calibration else None
     if calibration is None and config.exposure is not None:
         raise ValueError("--exposure needs --calibration: default risks do not depend on it")
+    if config.ladder:
+        _check_ladder(config, calibration)
     update = abstract_update(config)
     whole = dataclasses.replace(update, head="whole")
-    # Calibrated risks are a microbatch's, default ones a whole update's.
-    risk = config.risk if calibration is None else microbatch_risk(config, calibration)
+    share = 1 / config.micro
+    risk = config.risk
+    if calibration is not None and not config.ladder:
+        # Calibrated risks are a microbatch's, default ones a whole update's. A ladder has its own
+        # way of sharing R.
+        risk = microbatch_risk(risk, share, paper=calibration.form == "paper")
     budget = Budget(
         config.memory, risk, baseline=whole if config.baseline == "whole-logits" else None
     )
-    made = plan(
-        update,
-        update.arguments,
-        blocks=update.blocks(),
-        budget=budget,
-        target=config.target,
-        offload=config.offload,
-        calibration=calibration,
-        exposure=config.exposure,
-    )
+    options: dict[str, Any] = {
+        "blocks": update.blocks(),
+        "budget": budget,
+        "target": config.target,
+        "offload": config.offload,
+        "calibration": calibration,
+    }
+    if config.ladder:
+        ladder = plan_ladder(update, update.arguments, share=share, **options)
+        print(ladder)
+        ladder.save(config.ladder)
+        return ladder
+    made = plan(update, update.arguments, exposure=config.exposure, **options)
     print(made)
     if config.out:
         made.save(config.out)
@@ -91,10 +106,18 @@ def run_plan(config: PlanConfig) -> Plan:
     return made
 
 
-def microbatch_risk(config: PlanConfig, calibration: Calibration) -> float:
-    """The risk budget of one of the update's equal microbatches: squares add up, or risks."""
-    share = 1 / config.micro
-    return config.risk * (share if calibration.form == "paper" else share**0.5)
+def _check_ladder(config: PlanConfig, calibration: Calibration | None) -> None:
+    if calibration is None:
+        raise ValueError(
+            "--ladder needs --calibration: default risks do not depend on the exposure that its "
+            "plans are for"
+        )
+    asked = {"out": config.out, "plot": config.plot, "exposure": config.exposure is not None}
+    if wrong := [f"--{name}" for name, given in asked.items() if given]:
+        raise ValueError(
+            f"{' and '.join(wrong)} belong to a single plan, --ladder writes one for each power of "
+            "two of exposure: give one or the other"
+        )
 
 
 def abstract_update(config: PlanConfig) -> AbstractUpdate:

@@ -60,18 +60,20 @@ def gate_options(made: Plan) -> dict[str, Any]:
     policy stores exactly is there in both cases, but only the order of blocks is read from them.
 
     Returns:
-        `coefficients`, the risk of each block per exposure, and `seconds`.
+        `coefficients`, the risk of each block per exposure, `seconds`, and whether risks add
+        linearly, as in the `paper`.
 
     Raises:
-        ValueError: the plan has no calibrated risks, or they add linearly.
+        ValueError: the plan has no calibrated risks.
     """
-    if made.block_risks is None or not made.exposure or made.paper:
+    if made.block_risks is None or not made.exposure:
         raise ValueError(
-            "the gate needs risks measured by exposure that add as squares, which this plan has "
-            "not: plan with a calibration, hilore plan --calibration calibration.json."
+            "the gate needs risks measured by exposure, which this plan has not: plan with a "
+            "calibration, hilore plan --calibration calibration.json."
         )
     gc = max(entry.seconds for entry in made.menu)
     return {
         "coefficients": np.array([entry.risk / made.exposure for entry in made.entries]),
         "seconds": np.array([max(0.0, gc - entry.seconds) for entry in made.entries]),
+        "paper": made.paper,
     }

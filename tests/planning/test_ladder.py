@@ -131,6 +131,19 @@ def test_a_plan_above_its_budget_and_a_wrong_count_are_refused():
         dataclasses.replace(ladder, plans=(short, *ladder.plans[1:]))
 
 
+def test_linear_risks_share_the_budget_linearly():
+    linear = [dataclasses.replace(plan, paper=True) for plan in made().plans]
+    risk = max(plan.risk for plan in linear)  # sums, above the roots
+    ladder = dataclasses.replace(made(), plans=tuple(linear), risk=4 * risk, share=0.25)
+    assert ladder.buckets.paper and ladder.select(1.0, 10, 40) == 0
+    assert ladder.select(1.0, 10, 80) == 1  # half the tokens, half the exposure
+    with pytest.raises(ValueError, match="has risk"):
+        dataclasses.replace(ladder, risk=3.9 * risk)
+    mixed = (*linear[:-1], made().plans[-1])
+    with pytest.raises(ValueError, match="expected one form"):
+        dataclasses.replace(ladder, plans=mixed)
+
+
 def test_ladders_are_saved_and_loaded(tmp_path):
     path = tmp_path / "ladder.json"
     made().save(path)

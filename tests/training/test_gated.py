@@ -11,6 +11,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import hilore_jax as hl
 from hilore_jax.gated_scan import exact_part
@@ -54,6 +56,8 @@ def sides(request, tiny, quick):
     return types.SimpleNamespace(
         policies=policies,
         traces=traces,
+        run=counted,
+        params=params,
         gated=lambda micro, tokens=10.0: run(*params, micro, jnp.float32(tokens)),
         static=lambda policies, micro, tokens=10.0: plan(
             policies, *params, micro, jnp.float32(tokens)
@@ -109,6 +113,50 @@ def test_a_nan_exposure_or_too_many_tokens_recompute(sides, batch):
     grads, seen = sides.gated(zero)
     assert float(optax.tree.norm(grads)) == 0 and float(seen["gate"]["exposure"]) == 0
     assert seen["gate"]["flags"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("sides", ["dense"], indirect=True)
+def test_rows_on_two_devices_are_gated_together_or_each_by_its_own(sides, batch, quick):
+    second = jax.tree.map(lambda x: x[::-1], batch())
+    halves = [sides.gated(scaled(data, 0.8)) for data in (batch(), second)]
+    flags = [seen["gate"]["flags"].tolist() for _, seen in halves]
+    assert flags == [[1, 0], [1, 1]]
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    whole = scaled(batch(micro=1), 0.8)
+
+    def on_each(params, frozen, micro, tokens):
+        grads, seen = sides.run(params, frozen, micro, tokens)
+        return grads, seen["gate"]["flags"], seen["gate"]["risk_used"][None]
+
+    places = (P(), P("data"), P("data"))
+    mapped = jax.shard_map(
+        on_each, mesh=mesh, in_specs=(P(), P(), P("data"), P()), out_specs=places
+    )
+    grads, found, used = quick(mapped)(*sides.params, whole, jnp.float32(10))
+    assert np.asarray(found).reshape(2, 2).tolist() == flags
+    assert relative(grads, jax.tree.map(jnp.add, halves[0][0], halves[1][0])) < 1e-5
+    np.testing.assert_allclose(used, [s["gate"]["risk_used"] for _, s in halves], rtol=1e-5)
+    # One program over both devices: the flags of all rows.
+    place = lambda x: jax.device_put(x, NamedSharding(mesh, P("data")))  # noqa: E731
+    together, seen = sides.gated(jax.tree.map(place, whole))
+    alone, seen_alone = sides.gated(whole)
+    assert seen["gate"]["flags"].tolist() == seen_alone["gate"]["flags"].tolist()
+    assert relative(jax.device_get(together), jax.device_get(alone)) < 1e-5
+
+
+def test_linear_risks_spend_their_share_linearly(tiny, batch, quick):
+    graphdef, state = init_state(tiny(), optax.sgd(0.1), jax.random.key(0))
+    gate: dict[str, Any] = {"coefficients": np.array([0.01, 0.02]), "seconds": np.ones(2)}
+    update = make_gated_update(graphdef, optax.sgd(0.1), risk=RISK, paper=True, **gate, **OPTIONS)
+    _, metrics = quick(functools.partial(update, (INT4, INT4)))(state, batch())
+    exposures, flags = (np.asarray(metrics[f"gate/{k}"]) for k in ("exposure", "flags"))
+    risks = exposures[:, None] * gate["coefficients"]
+    counts = np.asarray(batch().completion_mask).sum((1, 2))
+    fits = np.cumsum(risks, axis=1) <= RISK * counts[:, None] / counts.sum()
+    np.testing.assert_array_equal(flags, fits)
+    assert 0 < flags.sum() < 4
+    np.testing.assert_allclose(metrics["gate/risk_used"], (risks * flags).sum(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["gate/risk_budget"], RISK, rtol=1e-5)
 
 
 def test_an_update_reports_its_gate_and_stays_within_the_risk(tiny, batch, quick):

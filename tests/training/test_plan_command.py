@@ -2,14 +2,25 @@
 
 import dataclasses
 import json
+import math
 
+import jax
+import optax
 import pytest
+from flax import nnx
 
 import hilore_jax as hl
 from hilore_jax.cli import main
 from hilore_jax.models.config import DecoderConfig
+from hilore_jax.models.decoder import Decoder
 from hilore_jax.models.shapes import to_hf
+from hilore_jax.planning.calibration import Measured, model_fingerprint
+from hilore_jax.planning.memory import Memory
+from hilore_jax.planning.menu import Entry
+from hilore_jax.training.config import TrainConfig, check
+from hilore_jax.training.laddered import LadderedUpdate
 from hilore_jax.training.plan_command import PlanConfig, abstract_update
+from hilore_jax.training.strategy import make_strategy, plans, segment_lengths
 
 CONFIG = DecoderConfig(
     vocab_size=2048, d_model=32, d_ff=96, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=16
@@ -41,6 +52,72 @@ def test_a_plan_is_printed_written_and_explained_again(run, tmp_path, capsys):
     assert picture.stat().st_size > 10_000
     assert main(["explain", str(out)]) == 0
     assert capsys.readouterr().out.strip() in printed
+
+
+GC, UP = hl.Policy({}), hl.Policy({"mlp_up": hl.Compress("int8", tile=32)})
+
+
+@pytest.fixture
+def calibration(folder, tmp_path):
+    """Risk 0.01 E for each block, which were measured at exposures 0.4 and 0.9."""
+    config = PlanConfig(model=folder, batch="2x64", lora=2, target="cpu")
+    fingerprint = model_fingerprint(abstract_update(config).blocks())
+    measured = tuple(Measured(UP, block, 2.0, 0.1, 0.01, 1) for block in range(3))
+    made = hl.Calibration(measured, 2.0, 1.0, (0.4, 0.9), fingerprint, 9, 1.0, 2, {})
+    made.save(tmp_path / "calibration.json")
+    return str(tmp_path / "calibration.json")
+
+
+def test_a_ladder_is_written_and_read_by_train(run, calibration, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "ladder.json"
+    asked = []
+
+    def counted(update, args, *, budget, calibration, exposure, **options):
+        """What `hl.plan` returns, without compiling anything."""
+        asked.append((exposure, budget.risk))
+        entry = lambda p, risk: Entry(p, 100, 1e-3, 0, 0, risk)  # noqa: E731
+        risk = calibration.risk(UP, 0, exposure)
+        memory, fits = Memory(50, 0, 0, 50, 0, 0), risk * 3**0.5 <= budget.risk
+        return hl.Plan(
+            policies=(UP if fits else GC,) * 3,
+            menu=(entry(GC, 0.0), entry(UP, risk)),
+            **dict.fromkeys(("gc", "memory"), memory),
+            **dict.fromkeys(("budget", "predicted"), 100),
+            risk_budget=budget.risk,
+            exposure=exposure,
+            baseline=None,
+            bound_seconds=0.0,
+            cost="modelled",
+            target="cpu",
+            trials=(),
+            fingerprint={"jax": jax.__version__},
+        )
+
+    monkeypatch.setattr("hilore_jax.planning.ladder.plan", counted)
+    options = ["--target", "cpu", "--memory", "9x-gc", "--calibration", calibration]
+    assert run(*options, "--micro", "4", "--risk", "0.02", "--ladder", str(out)) == 0
+    assert "ladder of 3 plans" in capsys.readouterr().out
+    # A quarter of the tokens has half of R.
+    assert asked == [(0.5, 0.01), (1.0, 0.01), (1.0, 0.0)]
+    ladder = hl.Ladder.load(out)
+    assert (ladder.edges, ladder.risk, ladder.share) == ((0.5, 1.0, math.inf), 0.02, 0.25)
+    assert [plan.policies[0] for plan in ladder.plans] == [UP, GC, GC]
+    config = TrainConfig(ladder=str(out), run_dir=str(tmp_path / "run"))
+    check(config)
+    assert plans(config, CONFIG) == tuple(plan.policies for plan in ladder.plans)
+    model = nnx.eval_shape(
+        lambda: Decoder(CONFIG, segments=segment_lengths(config, CONFIG), rngs=nnx.Rngs(0))
+    )
+    strategy = make_strategy(config, CONFIG, nnx.split(model)[0], optax.sgd(1.0))
+    assert isinstance(strategy, LadderedUpdate) and strategy.buckets == ladder.buckets
+
+
+def test_a_ladder_needs_a_calibration_and_no_plan(run, calibration, capsys):
+    assert run("--target", "cpu", "--ladder", "ladder.json") == 2
+    assert "--ladder needs --calibration" in capsys.readouterr().err
+    options = ["--target", "cpu", "--calibration", calibration, "--ladder", "ladder.json"]
+    assert run(*options, "--out", "plan.json", "--exposure", "1") == 2
+    assert "--out and --exposure belong to a single plan" in capsys.readouterr().err
 
 
 @pytest.mark.gpu_target
