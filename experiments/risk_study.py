@@ -19,9 +19,9 @@ from hilore_jax.planning.frontier import distortion
 from hilore_jax.planning.menu import block_menu
 from hilore_jax.planning.risks import default_risk
 from hilore_jax.planning.target import parse_target
+from hilore_jax.training.abstract import training_update
 from hilore_jax.training.calibrate_command import (
     RolloutConfig,
-    abstract_update,
     micro_loss,
     microbatches,
 )
@@ -68,7 +68,7 @@ class Study:
         if self.calibration.form != "squared":
             raise ValueError(f"{settings.calibration} has risks of the paper's form: use squared.")
         training = settings.training()
-        update = abstract_update(parts.model.config, training)
+        update = training_update(parts.model.config, training)
         self.blocks = update.blocks()
         self.calibration.check(model_fingerprint(self.blocks))
         self.data = real_updates(training, parts, settings.updates, first=settings.first)
