@@ -33,14 +33,15 @@ def plot_exposure(run: ExploredRun, folder: Path, *, by: str = "state", top: int
     Raises:
         ImportError: the `[plots]` extra is missing.
     """
-    written = [folder / "exposure_tokens.png", folder / "exposure_groups.png"]
-    plot_strips(
-        _strips(run, by, top),
-        written[0],
-        title=f"update {run.record.step}: {run.title}",
-        label="exposure of the state" if by == "state" else "|omega| of the token",
-    )
-    plot_groups(run, written[1])
+    written = []
+    strips = _strips(run, by, top)
+    if strips:
+        written.append(folder / "exposure_tokens.png")
+        title = f"update {run.record.step}: {run.title}"
+        label = "exposure of the state" if by == "state" else "|omega| of the token"
+        plot_strips(strips, written[-1], title=title, label=label)
+    written.append(folder / "exposure_groups.png")
+    plot_groups(run, written[-1])
     written.append(folder / "exposure_updates.png")
     plot_curves(update_panels(run), written[-1], title=run.title)
     if np.isfinite(run.series("gradient_error")).any():
