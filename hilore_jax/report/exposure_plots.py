@@ -71,7 +71,7 @@ def update_panels(run: ExploredRun) -> list[Panel]:
         if np.isfinite(run.series(key)).any()
     }
     if used:
-        title = "predicted gradient error and its budget"
+        title = "gradient error: predicted, allowed, measured"
         panels.append(Panel(title, "relative error of the gradient", used, markers=few))
     if not panels:  # of a run that was made before microbatches' exposures were metrics
         total = Curves(at, run.series("exposure")[None])
@@ -125,6 +125,7 @@ def plot_errors(run: ExploredRun, path: Path) -> None:
             left.plot(predicted[both], error[both], "o", color=_UP, label="an update")
             left.set_xlim(0, top)
             left.set_ylim(0, top)
+            left.locator_params(nbins=6)
             left.legend(frameon=False)
         else:
             left.text(0.5, 0.5, "no risks are known of these policies", ha="center")
@@ -135,6 +136,7 @@ def plot_errors(run: ExploredRun, path: Path) -> None:
         if both.any():
             right.plot(run.steps[both], predicted[both], "s--", color=_DOWN, label="predicted")
         right.set_ylim(bottom=0)
+        right.set_xlim(run.steps[0] - 0.5, run.steps[-1] + 0.5)
         right.set_title("over updates")
         right.set_xlabel("actor update")
         right.set_ylabel("relative error of the gradient")
