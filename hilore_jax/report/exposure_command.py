@@ -21,7 +21,7 @@ class ExposureConfig:
     run_dir: str
     """Folder of `hilore train --run-dir`."""
     update: int = 0
-    """The update whose sequences are shown; 0 for the last one recorded."""
+    """The update whose sequences are shown; 0 for the last one recorded that was exposed."""
     by: Literal["state", "token"] = "state"
     """Heat of a token: exposure of the state there (all tokens from there on), or its own."""
     top: int = 5

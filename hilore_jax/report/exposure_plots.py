@@ -33,14 +33,15 @@ def plot_exposure(run: ExploredRun, folder: Path, *, by: str = "state", top: int
     Raises:
         ImportError: the `[plots]` extra is missing.
     """
-    written = [folder / "exposure_tokens.png", folder / "exposure_groups.png"]
-    plot_strips(
-        _strips(run, by, top),
-        written[0],
-        title=f"update {run.record.step}: {run.title}",
-        label="exposure of the state" if by == "state" else "|omega| of the token",
-    )
-    plot_groups(run, written[1])
+    written = []
+    strips = _strips(run, by, top)
+    if strips:
+        written.append(folder / "exposure_tokens.png")
+        title = f"update {run.record.step}: {run.title}"
+        label = "exposure of the state" if by == "state" else "|omega| of the token"
+        plot_strips(strips, written[-1], title=title, label=label)
+    written.append(folder / "exposure_groups.png")
+    plot_groups(run, written[-1])
     written.append(folder / "exposure_updates.png")
     plot_curves(update_panels(run), written[-1], title=run.title)
     if np.isfinite(run.series("gradient_error")).any():
@@ -70,7 +71,7 @@ def update_panels(run: ExploredRun) -> list[Panel]:
         if np.isfinite(run.series(key)).any()
     }
     if used:
-        title = "predicted gradient error and its budget"
+        title = "gradient error: predicted, allowed, measured"
         panels.append(Panel(title, "relative error of the gradient", used, markers=few))
     if not panels:  # of a run that was made before microbatches' exposures were metrics
         total = Curves(at, run.series("exposure")[None])
@@ -124,6 +125,7 @@ def plot_errors(run: ExploredRun, path: Path) -> None:
             left.plot(predicted[both], error[both], "o", color=_UP, label="an update")
             left.set_xlim(0, top)
             left.set_ylim(0, top)
+            left.locator_params(nbins=6)
             left.legend(frameon=False)
         else:
             left.text(0.5, 0.5, "no risks are known of these policies", ha="center")
@@ -134,6 +136,7 @@ def plot_errors(run: ExploredRun, path: Path) -> None:
         if both.any():
             right.plot(run.steps[both], predicted[both], "s--", color=_DOWN, label="predicted")
         right.set_ylim(bottom=0)
+        right.set_xlim(run.steps[0] - 0.5, run.steps[-1] + 0.5)
         right.set_title("over updates")
         right.set_xlabel("actor update")
         right.set_ylabel("relative error of the gradient")

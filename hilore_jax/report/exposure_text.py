@@ -84,7 +84,7 @@ def _sequences(run: ExploredRun, by: str, top: int, colour: bool, width: int) ->
     record = run.record
     shown = heat_of(run, by, top)
     if not shown:
-        return ""
+        return "no sequence of this update is exposed: advantages are 0, or no token is optimized"
     most = max(float(np.max(heat, initial=0)) for *_, heat in shown) or 1.0
     what = {
         "state": "of the state at a token: |omega| of it and of all tokens after it",

@@ -64,7 +64,7 @@ def explore(folder: Path | str, update: int = 0) -> ExploredRun:
 
     Args:
         folder: that of `hilore train --run-dir`.
-        update: the update to look at; 0 for the last one recorded.
+        update: the update to look at; 0 for the last one recorded that was exposed at all.
 
     Raises:
         ValueError: no run folder, no record of exposures, or none of that update.
@@ -82,7 +82,9 @@ def explore(folder: Path | str, update: int = 0) -> ExploredRun:
             "the same hilore train command and --resume --log-exposure-every 1 and more --updates, "
             "or train into another folder."
         )
-    update = update or max(paths)
+    if update == 0:
+        newest = sorted(paths, reverse=True)
+        update = next((n for n in newest if any(read_record(paths[n]).exposure)), newest[0])
     if update not in paths:
         raise ValueError(f"update {update} was not recorded; recorded are {sorted(paths)}.")
     settings = folder / "config.json"
@@ -96,7 +98,7 @@ def explore(folder: Path | str, update: int = 0) -> ExploredRun:
 
 
 def heat_of(run: ExploredRun, by: str, most: int) -> list[tuple[int, list[str], np.ndarray]]:
-    """The most exposed sequences: row, text of each token, exposure of each.
+    """The most exposed sequences, if any is: row, text of each token, exposure of each.
 
     Args:
         run: the run.
@@ -108,6 +110,8 @@ def heat_of(run: ExploredRun, by: str, most: int) -> list[tuple[int, list[str], 
     for sequence in run.record.sequences[:most]:
         own = np.abs(np.asarray(sequence.omega, np.float64))
         total = run.record.exposure[sequence.row]
+        if total == 0:  # and of all that follow
+            break
         heat = sequence.profile(total) if by == "state" else own
         pairs = zip(sequence.pieces, sequence.tokens, strict=True)
         pieces = [visible(piece) or f"<{token}>" for piece, token in pairs]

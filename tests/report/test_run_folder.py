@@ -1,11 +1,14 @@
 """What is read of a run folder, and what is said where it is not there."""
 
+import dataclasses
 import shutil
 
 import numpy as np
 import pytest
 
+from hilore_jax.report.exposure_text import exposure_text
 from hilore_jax.report.run_folder import explore, heat_of, visible
+from hilore_jax.training.exposures import read_record, record_paths, write_record
 
 
 def test_the_last_record_is_looked_at_or_the_one_asked_for(run_folder):
@@ -18,6 +21,16 @@ def test_the_last_record_is_looked_at_or_the_one_asked_for(run_folder):
     np.testing.assert_array_equal(run.micro_exposures(), [[1, 2, 3, 4], [2, np.nan, 2, np.nan]])
     with pytest.raises(ValueError, match=r"update 2 was not recorded; recorded are \[1, 3\]"):
         explore(run_folder, 2)
+
+
+def test_an_update_that_was_not_exposed_is_looked_at_only_if_asked_for(run_folder):
+    (_, path) = record_paths(run_folder)
+    quiet = dataclasses.replace(read_record(path), step=5, exposure=(0.0,) * 4)
+    write_record(run_folder, quiet)
+    assert explore(run_folder).record.step == 3
+    run = explore(run_folder, 5)
+    assert run.record.step == 5 and heat_of(run, "state", 5) == []
+    assert "no sequence of this update is exposed" in exposure_text(run)
 
 
 def test_numbers_that_were_not_finite_are_left_out(make_run, tmp_path):
