@@ -139,7 +139,7 @@ def shortlist(
     gc = [entry for entry in menu if entry.policy == Policy({})]
     used = {policy for allocation in found for policy in allocation.policies} | {Policy({})}
 
-    def figures(entry: Entry) -> tuple[float, ...]:
+    def figures(entry: Entry) -> tuple[float | int, ...]:
         return entry.nbytes, entry.seconds, entry.risk
 
     wanted = thinned([entry for entry in menu if entry.policy in used], gc, most + 1, figures)
@@ -210,7 +210,7 @@ def measure(
             elif entry is gc:
                 raise ValueError(
                     f"updates do not fit the {free} bytes that {target.name} has free, even with "
-                    'every block recomputed. Make microbatches smaller, or plan with '
+                    "every block recomputed. Make microbatches smaller, or plan with "
                     'cost="modelled".'
                 )
             else:

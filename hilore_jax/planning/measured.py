@@ -105,7 +105,7 @@ class Measured:
             for policy, i in places.items()
         ]
 
-        def figures(entry: Entry) -> tuple[float, ...]:
+        def figures(entry: Entry) -> tuple[float | int, ...]:
             i = places[entry.policy]
             risks = [entry.risk] if block_risks is None else [row[i] for row in block_risks]
             return (entry.nbytes, entry.seconds, *risks)

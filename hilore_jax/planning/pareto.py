@@ -7,7 +7,7 @@ Item = TypeVar("Item")
 
 
 def undominated(
-    items: Iterable[Item], figures: Callable[[Item], tuple[float, ...]], tie: float = 1e-9
+    items: Iterable[Item], figures: Callable[[Item], tuple[float | int, ...]], tie: float = 1e-9
 ) -> list[Item]:
     """Items that no other is as good as in all figures and better in one; ties once.
 
@@ -38,7 +38,7 @@ def thinned(
     items: Sequence[Item],
     wanted: Sequence[Any],
     limit: int,
-    figures: Callable[[Item], tuple[float, ...]],
+    figures: Callable[[Item], tuple[float | int, ...]],
 ) -> list[Item]:
     """At most `limit` items: the wanted ones, then always the one farthest from those kept.
 

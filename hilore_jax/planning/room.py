@@ -53,5 +53,6 @@ def fitting(
         if peak <= free:
             return count, program
         share = max(0, free - least) / (peak - least) if peak > least else 0.0
-        count = min(count - 1, int(count * share)) if policy != Policy({}) else 0
+        # One block is always tried, as its peak may lie below the line from GC's.
+        count = min(count - 1, max(1, int(count * share))) if policy != Policy({}) else 0
     return None
