@@ -12,15 +12,18 @@ import jax
 from hilore_jax.actions import Policy
 from hilore_jax.planning.allocate import allocate
 from hilore_jax.planning.bar import Bar
+from hilore_jax.planning.claims import claim_fault
 from hilore_jax.planning.executed import executed_matmuls
 from hilore_jax.planning.measured import Measured, Timing, paired
 from hilore_jax.planning.memory import compile_for, lower_for, memory_of
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.pareto import thinned
 from hilore_jax.planning.placement import place
+from hilore_jax.planning.profile import copies
 from hilore_jax.planning.room import fitting, room
 from hilore_jax.planning.target import Target
 from hilore_jax.planning.timing import interleaved
+from hilore_jax.work import Work
 
 _LOG = logging.getLogger("hilore_jax")
 _LEVELS = 8  # of memory, at which the modelled allocation says what it would use
@@ -250,11 +253,9 @@ def measure(
 
 
 def copied(args: tuple[Any, ...], target: Target) -> tuple[Any, ...]:
-    """Arrays of their own on the target, which a program may then take for its outputs."""
+    """Copies of the arrays where the target's programs take them."""
     places, _ = place(args, target)
-    return jax.tree.map(
-        lambda leaf, there: jax.device_put(leaf, there.sharding, may_alias=False), args, places
-    )
+    return copies(args, jax.tree.map(lambda leaf: leaf.sharding, places))
 
 
 def _not_listed(menu: Sequence[Entry], entries: Sequence[Entry]) -> list[tuple[str, str]]:
@@ -274,14 +275,14 @@ def _wrong_matmuls(
     runs = {name: executed_matmuls(each.compiled.as_text()) for name, each in timed.items()}
     wrong, claims, ratios = {}, 0, set()
     for name, (entry, count, _) in timed.items():
-        wanted = microbatches * count * (gc.matmuls - entry.matmuls)
-        found = runs[str(gc.policy)] - runs[name]
-        claims += wanted != 0
-        # A first block that is scanned alone loses its input's gradient, which nobody reads.
-        alone = count == 1 and (found > wanted or blocks == 1)
-        if wanted != found and not alone:
-            wrong[name] = f"its update should run {wanted} matmuls fewer than GC's, it runs {found}"
-            ratios.add(found / wanted if wanted else 0)
+        each = Work(gc.matmuls, gc.flops) - Work(entry.matmuls, entry.flops)
+        claims += each != (0, 0)
+        claimed = each * (microbatches * count)
+        alone = blocks == 1, count == 1
+        if fault := claim_fault(claimed, runs[str(gc.policy)], runs[name], alone):
+            wrong[name] = f"its update should run {fault[0]} fewer than GC's, it runs {fault[1]}"
+            spared = runs[str(gc.policy)].matmuls - runs[name].matmuls
+            ratios.add(spared / claimed.matmuls if claimed.matmuls else 0)
     if claims and len(wrong) >= claims:
         times = ratios.pop() if len(ratios) == 1 else 0
         hint = f" Is it Measurement(microbatches={microbatches * times:g})?" if times > 1 else ""

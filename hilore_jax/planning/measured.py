@@ -11,6 +11,7 @@ from hilore_jax.planning.fingerprint import differences
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.menus import BlockRisks
 from hilore_jax.planning.pareto import undominated
+from hilore_jax.planning.timing import quartiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +154,4 @@ def paired(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float
         (2.0, 1.5, 3.0)
     """
     pairs = [a - b for a, b in zip(theirs, ours, strict=True)]
-    if len(pairs) == 1:
-        return pairs[0], pairs[0], pairs[0]
-    low, middle, high = statistics.quantiles(pairs, n=4, method="inclusive")
-    return middle, low, high
+    return statistics.median(pairs), *quartiles(pairs)
