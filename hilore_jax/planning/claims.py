@@ -39,7 +39,7 @@ def check_claims(
         if isinstance(plan, Plan):  # its own menu first: plans may disagree
             own = {entry.policy: Work(entry.matmuls, entry.flops) for entry in plan.menu}
         policies[name] = plan.policies if isinstance(plan, Plan) else tuple(plan)
-        each = [Work(0, 0) if p.keeps_everything else (own | known).get(p) for p in policies[name]]
+        each = [Work(0, 0) if p.keeps_everything else (known | own).get(p) for p in policies[name]]
         if None not in each:
             claims[name] = sum(filter(None, each), Work(0, 0)) * microbatches
     first = next(iter(claims), "")
