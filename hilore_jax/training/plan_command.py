@@ -11,6 +11,8 @@ from hilore_jax.models.config import DecoderConfig, LoraConfig
 from hilore_jax.models.lookup import shape_of
 from hilore_jax.planning.budget import Budget
 from hilore_jax.planning.calibration import Calibration
+from hilore_jax.planning.measure import Measurement, check_measurable
+from hilore_jax.planning.measured import Measured
 from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.solve import plan
 from hilore_jax.planning.target import parse_target
@@ -43,6 +45,11 @@ class PlanConfig:
     """Logits of the update that `1.10x-gc` refers to: `chunked`, or `whole-logits`."""
     offload: bool = False
     """Also consider keeping activations in pinned host memory."""
+    cost: str = "modelled"
+    """Seconds of recomputation: `modelled` by a roofline, `measured` by updates that are timed on
+    this device with random weights, or the file of a plan that was measured."""
+    turns: int = 5
+    """Timed updates under each policy, for `--cost measured`."""
     calibration: str = ""
     """A calibration's JSON file: measured risks, block by block."""
     exposure: float | None = None
@@ -64,6 +71,7 @@ def run_plan(config: PlanConfig) -> Plan:
     calibration = Calibration.load(config.calibration) if config.calibration else None
     if calibration is None and config.exposure is not None:
         raise ValueError("--exposure needs --calibration: default risks do not depend on it")
+    cost = planning_cost(config)
     update = abstract_update(config)
     whole = dataclasses.replace(update, head="whole")
     # Calibrated risks are a microbatch's, default ones a whole update's.
@@ -73,11 +81,12 @@ def run_plan(config: PlanConfig) -> Plan:
     )
     made = plan(
         update,
-        update.arguments,
+        update.random_arguments() if isinstance(cost, Measurement) else update.arguments,
         blocks=update.blocks(),
         budget=budget,
         target=config.target,
         offload=config.offload,
+        cost=cost,
         calibration=calibration,
         exposure=config.exposure,
     )
@@ -87,6 +96,30 @@ def run_plan(config: PlanConfig) -> Plan:
     if config.plot:
         made.plot(config.plot)
     return made
+
+
+def planning_cost(config: PlanConfig) -> str | Measurement | Measured:
+    """What `--cost` asks for.
+
+    Raises:
+        ValueError: an unknown word, a target that is not here, or a plan that was not measured.
+    """
+    if config.cost.endswith(".json"):
+        measured = Plan.load(config.cost).measured
+        if measured is None:
+            raise ValueError(
+                f"--cost {config.cost}: the seconds of that plan are modelled; expected a plan "
+                "that was made with --cost measured"
+            )
+        return measured
+    if config.cost == "modelled":
+        return config.cost
+    if config.cost != "measured":
+        raise ValueError(
+            f"--cost {config.cost}: expected modelled, measured, or a measured plan's JSON file"
+        )
+    check_measurable((), parse_target(config.target))  # before any weight is made
+    return Measurement(turns=config.turns, microbatches=config.micro)
 
 
 def microbatch_risk(config: PlanConfig, calibration: Calibration) -> float:
