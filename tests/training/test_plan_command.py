@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_seconds_are_measured_on_this_device_and_used_again(run, tmp_path, capsy
     asked = plan_command.planning_cost
 
     def few(config):
-        found = asked(config)
+        found: Any = asked(config)
         return dataclasses.replace(found, most=1) if config.cost == "measured" else found
 
     monkeypatch.setattr(plan_command, "planning_cost", few)
