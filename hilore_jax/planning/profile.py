@@ -10,7 +10,7 @@ import jax
 
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
-from hilore_jax.planning.claims import check_claims
+from hilore_jax.planning.claims import PLAIN, check_claims
 from hilore_jax.planning.executed import executed_matmuls
 from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.timing import Ratio, interleaved, quartiles, ratio
@@ -64,14 +64,15 @@ def profile_plan(
         args: the update's arrays; or makes them in the layout of the given policies, the same
             values every time.
         plans: two or more, by name; `Plan`s, or policies. The first is the reference. Policies are
-            held to what the menu of a `Plan` beside them says; to nothing where there is none.
+            held to what the menu of a `Plan` beside them says; to nothing where there is none. With
+            a `Plan`, the update is also compiled (not run) without rematerialization.
         donate: positions in `args` whose buffers the update may reuse.
         repeats: timed turns.
         microbatches: that one update runs; a plan claims matmuls of each.
 
     Raises:
-        ValueError: fewer than two plans; or one whose compiled program spares more or less than it
-            claims against the first, in matmuls or their FLOPs.
+        ValueError: fewer than two plans; or one whose compiled program still runs matmuls that it
+            claims to have removed, or none of those that it claims to recompute.
     """
     if len(plans) < 2:
         raise ValueError(f"profile_plan compares plans: found {list(plans)}, expected two or more.")
@@ -80,18 +81,22 @@ def profile_plan(
         for name, plan in plans.items()
     }
     arguments = args if callable(args) else lambda policies: args
-    compiled = {}
-    for name, each in policies.items():
-        jitted = jax.jit(
-            functools.partial(update, each),
-            donate_argnums=donate,
-            compiler_options=compiler_options(),
-        )
-        compiled[name] = jitted.lower(*arguments(each)).compile()
-    executed = {name: executed_matmuls(program.as_text()) for name, program in compiled.items()}
-    check_claims(plans, executed, microbatches)
+
+    def compiled(each: tuple[Policy, ...]) -> Any:
+        bound = functools.partial(update, each)
+        jitted = jax.jit(bound, donate_argnums=donate, compiler_options=compiler_options())
+        return jitted.lower(*arguments(each)).compile()
+
+    plain = (PLAIN,) * len(next(iter(policies.values())))
+    held = any(isinstance(plan, Plan) for plan in plans.values())
+    different = dict.fromkeys([*policies.values(), *([plain] if held else [])])
+    programs = {each: compiled(each) for each in different}
+    executed = {each: executed_matmuls(program.as_text()) for each, program in programs.items()}
+    if held:
+        found = {name: executed[each] for name, each in policies.items()}
+        check_claims(plans, found, executed[plain], microbatches)
     seconds = interleaved(
-        {name: functools.partial(_run, program) for name, program in compiled.items()},
+        {name: functools.partial(_run, programs[each]) for name, each in policies.items()},
         repeats,
         prepare={
             name: lambda each=each: copies(arguments(each)) for name, each in policies.items()
@@ -102,10 +107,10 @@ def profile_plan(
         name: Profile(
             tuple(seconds[name]),
             ratio(seconds[name], seconds[first]),
-            executed[name].matmuls,
-            program.memory_analysis().temp_size_in_bytes,
+            executed[each].matmuls,
+            programs[each].memory_analysis().temp_size_in_bytes,
         )
-        for name, program in compiled.items()
+        for name, each in policies.items()
     }
 
 
