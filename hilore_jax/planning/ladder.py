@@ -250,7 +250,10 @@ def _planner(
         exact = exposure == math.inf  # nothing that has a risk may be used
         within = dataclasses.replace(budget, risk=0.0) if exact else budget
         chosen: dict[str, Any] = {**options, "exposure": top if exact else exposure}
-        return plan(update, args, budget=within, **chosen)
+        made = plan(update, args, budget=within, **chosen)
+        if made.measured is not None:  # once for all buckets, and so that they can be compared
+            options["cost"] = made.measured
+        return made
 
     return at
 

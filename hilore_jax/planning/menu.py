@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hilore_jax.actions import Compress, Policy
@@ -19,6 +19,7 @@ from hilore_jax.planning.cost import Roofline
 from hilore_jax.planning.graph import Graph, recomputed
 from hilore_jax.planning.menu_program import Cut, MenuProgram
 from hilore_jax.planning.options import Option, block_options
+from hilore_jax.planning.pareto import thinned, undominated
 
 _LOG = logging.getLogger("hilore_jax")
 _EXACT = 2_000  # policies of a block up to which its whole Pareto set is enumerated
@@ -58,7 +59,6 @@ class _Point:
     seconds: float
     squared: float
 
-    @property
     def figures(self) -> tuple[int, float, float]:
         return self.nbytes, self.seconds, self.squared
 
@@ -118,9 +118,9 @@ def block_menu(
     points = _Points(program.graph, roofline, options)
     policies = math.prod(1 + len(found) for found in options.values())
     chosen = points.front() if policies <= _EXACT else points.spread()
-    chosen = _thinned(_pareto(chosen, lambda p: p.figures), points.landmarks, limit)
+    chosen = thinned(undominated(chosen, _Point.figures), points.landmarks, limit, _Point.figures)
     entries = [_entry(program, roofline, point) for point in chosen]
-    best = _pareto(entries, lambda e: (e.nbytes, e.seconds, e.risk))
+    best = undominated(entries, lambda e: (e.nbytes, e.seconds, e.risk))
     if all(entry.policy != Policy({}) for entry in best):  # offloading may beat it
         best.append(_entry(program, roofline, points.point(Policy({}))))
     return tuple(sorted(best, key=lambda e: (e.nbytes, e.seconds, e.risk)))
@@ -250,37 +250,3 @@ def _best(points: Sequence[_Point]) -> list[_Point]:
     nothing = points[0].seconds
     gain = lambda p: (nothing - p.seconds) / max(p.nbytes, 1)  # noqa: E731
     return sorted((p for p in points[1:] if gain(p) > 0), key=gain, reverse=True)[:3]
-
-
-def _pareto(items: Iterable[Any], figures: Callable[[Any], tuple[int, float, float]]) -> list:
-    """Items that no other is as good as in all three figures and better in one; ties once."""
-    kept: list[Any] = []
-    for item in sorted(items, key=figures):
-        bytes_, seconds, risk = figures(item)
-        if not any(
-            b <= bytes_ and s <= seconds * (1 + 1e-9) and r <= risk
-            for b, s, r in map(figures, kept)
-        ):
-            kept.append(item)
-    return kept
-
-
-def _thinned(points: list[_Point], wanted: Sequence[_Point], limit: int) -> list[_Point]:
-    """At most `limit` points: the wanted ones, then always the one farthest from those kept."""
-    if len(points) <= limit:
-        return points
-    first = [p for p in points if any(p.policy == w.policy for w in wanted)][:limit]
-    first = first or points[:1]
-    tops = [max(p.figures[i] for p in points) or 1.0 for i in range(3)]
-
-    def distance(a: _Point, b: _Point) -> float:
-        return sum(((x - y) / t) ** 2 for x, y, t in zip(a.figures, b.figures, tops, strict=True))
-
-    kept, rest = list(first), [p for p in points if p not in first]
-    nearest = [min(distance(p, k) for k in kept) for p in rest]
-    while len(kept) < limit:
-        far = max(range(len(rest)), key=nearest.__getitem__)
-        kept.append(rest.pop(far))
-        nearest.pop(far)
-        nearest = [min(n, distance(p, kept[-1])) for n, p in zip(nearest, rest, strict=True)]
-    return kept

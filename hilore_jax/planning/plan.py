@@ -10,12 +10,13 @@ from typing import Any
 from hilore_jax.actions import Policy
 from hilore_jax.planning.allocate import allocate, total_risk
 from hilore_jax.planning.fingerprint import differences
+from hilore_jax.planning.measured import Measured
 from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.menus import BlockRisks, block_menus, from_nulls, to_nulls
 
-SCHEMA = 2  # 1 had neither risks by block nor acceptance
+SCHEMA = 3  # 1 had neither risks by block nor acceptance, 2 no measured seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Plan:
         predicted: its peak as the trials before it predicted, bytes; GC's own where that is it.
         bound_seconds: no choice from the menu can recompute for less time in this budget (the
             relaxation of the allocation), seconds.
-        cost: "modelled" (roofline) or "measured".
+        cost: "modelled" (roofline) or "measured"; then the zero of all seconds is the fastest
+            entry of the menu.
         fingerprint: what the plan holds for.
         trials: everything compiled.
         block_risks: `[blocks][entries]`, the risk of each menu entry in each block, from a
@@ -75,6 +77,7 @@ class Plan:
         paper: risks add linearly, as in the paper.
         accepted: whether complete updates kept its budgets; None: not tried.
         acceptance: what was found then.
+        measured: updates timed under the menu's entries, where `cost` is "measured".
     """
 
     policies: tuple[Policy, ...]
@@ -95,6 +98,7 @@ class Plan:
     paper: bool = False
     accepted: bool | None = None
     acceptance: dict[str, Any] | None = None
+    measured: Measured | None = None
 
     @functools.cached_property
     def menus(self) -> tuple[tuple[Entry, ...], ...]:
@@ -201,6 +205,7 @@ class Plan:
             "memory": self.memory.to_dict(),
             "trials": [dataclasses.asdict(trial) for trial in self.trials],
             "block_risks": to_nulls(self.block_risks),
+            "measured": None if self.measured is None else self.measured.to_dict(),
         }
 
     @classmethod
@@ -236,7 +241,7 @@ class Plan:
             schema = fields.pop("schema")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{path} is not a plan file: {error!r}.") from None
-        if schema not in (1, SCHEMA):
+        if schema not in (1, 2, SCHEMA):
             raise ValueError(
                 f"{path} has plan schema {schema}, this hilore_jax reads {SCHEMA}: "
                 + ("install a newer hilore_jax." if schema > SCHEMA else "plan again.")
@@ -260,6 +265,8 @@ class Plan:
             fields["gc"], fields["memory"] = (Memory.from_dict(fields[k]) for k in ("gc", "memory"))
             fields["trials"] = tuple(Trial(**trial) for trial in fields["trials"])
             fields["block_risks"] = from_nulls(fields.get("block_risks"))
+            if fields.get("measured") is not None:
+                fields["measured"] = Measured.from_dict(fields["measured"])
             plan = cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is a damaged plan file: {error!r}. Plan again.") from None

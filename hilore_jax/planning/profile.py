@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,10 @@ import jax
 
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
+from hilore_jax.planning.claims import PLAIN, check_claims
 from hilore_jax.planning.executed import executed_matmuls
-from hilore_jax.planning.plan import Plan, runs
-from hilore_jax.planning.timing import Ratio, interleaved, ratio
+from hilore_jax.planning.plan import Plan
+from hilore_jax.planning.timing import Ratio, interleaved, quartiles, ratio
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +32,20 @@ class Profile:
     matmuls: int
     temporaries: int
 
+    @property
+    def median(self) -> float:
+        """Median of the turns, seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Quartiles of the turns, seconds."""
+        return quartiles(self.seconds)
+
 
 def profile_plan(
     update: Callable[..., Any],
-    args: Callable[[tuple[Policy, ...]], tuple[Any, ...]],
+    args: tuple[Any, ...] | Callable[[tuple[Policy, ...]], tuple[Any, ...]],
     plans: Mapping[str, Plan | Sequence[Policy]],
     *,
     donate: tuple[int, ...] = (0,),
@@ -42,21 +54,25 @@ def profile_plan(
 ) -> dict[str, Profile]:
     """Measures complete updates under two or more plans on the device that is here.
 
-    Every turn starts from the same parameters, optimizer state and keys: `args` are made anew, and
-    waited for, before the clock starts. Turns are interleaved, so that a slow phase of the machine
-    meets all plans (HiLoRe's measured utility, methods 1.4).
+    Every turn starts from the same parameters, optimizer state and keys: the arrays are copied, and
+    waited for, before the clock starts, so that the update may take the copies' buffers. Turns are
+    interleaved, so that a slow phase of the machine meets all plans (HiLoRe's measured utility,
+    methods 1.4).
 
     Args:
         update: `(policies, *args) -> (state, metrics)`.
-        args: makes the update's arrays in the layout of the given policies; the same every time.
-        plans: two or more, by name; `Plan`s, or policies. The first is the reference.
+        args: the update's arrays; or makes them in the layout of the given policies, the same
+            values every time.
+        plans: two or more, by name; `Plan`s, or policies. The first is the reference. Policies are
+            held to what the menu of a `Plan` beside them says; to nothing where there is none. With
+            a `Plan`, the update is also compiled (not run) without rematerialization.
         donate: positions in `args` whose buffers the update may reuse.
         repeats: timed turns.
         microbatches: that one update runs; a plan claims matmuls of each.
 
     Raises:
-        ValueError: fewer than two plans; or a `Plan` whose compiled program runs more or fewer
-            matmuls than it claims, measured against the first plan.
+        ValueError: fewer than two plans; or one whose compiled program still runs matmuls that it
+            claims to have removed, or none of those that it claims to recompute.
     """
     if len(plans) < 2:
         raise ValueError(f"profile_plan compares plans: found {list(plans)}, expected two or more.")
@@ -64,63 +80,53 @@ def profile_plan(
         name: plan.policies if isinstance(plan, Plan) else tuple(plan)
         for name, plan in plans.items()
     }
-    compiled = {}
-    for name, each in policies.items():
-        jitted = jax.jit(
-            functools.partial(update, each),
-            donate_argnums=donate,
-            compiler_options=compiler_options(),
-        )
-        compiled[name] = jitted.lower(*args(each)).compile()
-    matmuls = {name: executed_matmuls(program.as_text()) for name, program in compiled.items()}
-    check_claims(plans, matmuls, microbatches)
+    arguments = args if callable(args) else lambda policies: args
+
+    def compiled(each: tuple[Policy, ...]) -> Any:
+        bound = functools.partial(update, each)
+        jitted = jax.jit(bound, donate_argnums=donate, compiler_options=compiler_options())
+        return jitted.lower(*arguments(each)).compile()
+
+    plain = (PLAIN,) * len(next(iter(policies.values())))
+    held = any(isinstance(plan, Plan) for plan in plans.values())
+    different = dict.fromkeys([*policies.values(), *([plain] if held else [])])
+    programs = {each: compiled(each) for each in different}
+    executed = {each: executed_matmuls(program.as_text()) for each, program in programs.items()}
+    if held:
+        found = {name: executed[each] for name, each in policies.items()}
+        check_claims(plans, found, executed[plain], microbatches)
     seconds = interleaved(
-        {name: functools.partial(_run, program) for name, program in compiled.items()},
+        {name: functools.partial(_run, programs[each]) for name, each in policies.items()},
         repeats,
-        prepare={name: functools.partial(args, policies[name]) for name in compiled},
+        prepare={
+            name: lambda each=each: copies(arguments(each)) for name, each in policies.items()
+        },
     )
     first = next(iter(plans))
     return {
         name: Profile(
             tuple(seconds[name]),
             ratio(seconds[name], seconds[first]),
-            matmuls[name],
-            program.memory_analysis().temp_size_in_bytes,
+            executed[each].matmuls,
+            programs[each].memory_analysis().temp_size_in_bytes,
         )
-        for name, program in compiled.items()
+        for name, each in policies.items()
     }
-
-
-def check_claims(
-    plans: Mapping[str, Plan | Sequence[Policy]], matmuls: Mapping[str, int], microbatches: int = 1
-) -> None:
-    """Refuses plans whose programs do not recompute what their entries say.
-
-    Two plans of one update differ in the matmuls they run exactly as in those they recompute. But
-    for one thing: a first block that is scanned alone is inlined by XLA, which then drops the
-    gradient of its input, as nobody reads it. Such a plan may run fewer than it claims.
-
-    Raises:
-        ValueError: names the plan, and the matmuls claimed and found.
-    """
-    checked = {name: plan for name, plan in plans.items() if isinstance(plan, Plan)}
-    claimed = {
-        name: microbatches * sum(entry.matmuls for entry in plan.entries)
-        for name, plan in checked.items()
-    }
-    alone = {name: runs(plan.policies)[0][1] == 1 for name, plan in checked.items()}
-    first = next(iter(checked), "")
-    for name in list(checked)[1:]:
-        wanted = claimed[first] - claimed[name]
-        found = matmuls[first] - matmuls[name]
-        excused = (alone[name] and found > wanted) or (alone[first] and found < wanted)
-        if wanted != found and not excused:
-            raise ValueError(
-                f"plan {name!r} claims to recompute {wanted} matmuls fewer than {first!r}, but its "
-                f"compiled program runs {found} fewer ({matmuls[name]} against {matmuls[first]}). "
-                "Was the plan made for this block, and does the update use its policies?"
-            )
 
 
 def _run(program: Any, args: tuple[Any, ...]) -> Any:
     return program(*args)
+
+
+def copies(args: tuple[Any, ...], places: Any = None) -> tuple[Any, ...]:
+    """Arrays of their own, which a program may then take for its outputs.
+
+    Args:
+        args: pytrees of arrays.
+        places: where each goes, the same pytrees of shardings; None: where it is.
+    """
+    if places is not None:
+        return jax.device_put(args, places, may_alias=False)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, getattr(leaf, "sharding", None), may_alias=False), args
+    )

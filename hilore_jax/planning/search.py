@@ -95,7 +95,7 @@ class Search:
 
     def run(self, compilations: int) -> tuple[Policies, Memory, int]:
         """The fastest candidate that fits, its memory, and its peak as predicted before that."""
-        self._check_feasible()
+        check_feasible(self.gc, self.limit)
         self._left = compilations
         fastest = self._choose(sum(max(e.nbytes for e in self.menu) for _ in range(self.count)))
         most = self.kept(fastest)
@@ -179,21 +179,27 @@ class Search:
     def _seconds(self, policies: Policies) -> float:
         return sum(self.entry[policy].seconds for policy in policies)
 
-    def _check_feasible(self) -> None:
-        if self.gc.peak <= self.limit:
-            return
-        parts = {
-            "arguments": self.gc.arguments,
-            "temporaries": self.gc.temporaries,
-            "outputs that are not donated": self.gc.outputs - self.gc.aliased,
-        }
-        largest = sorted(parts.items(), key=lambda part: -part[1])
-        raise ValueError(
-            f"the memory budget is {self.limit} bytes, but recomputing every block, the least that "
-            f"policies can do, needs {self.gc.peak}: "
-            + ", ".join(f"{name} {size}" for name, size in largest)
-            + ". Raise the budget to that, or make microbatches smaller."
-        )
+
+def check_feasible(gc: Memory, limit: int) -> None:
+    """Refuses a budget below what recomputing everything needs.
+
+    Raises:
+        ValueError: says how much that is, and of what it consists.
+    """
+    if gc.peak <= limit:
+        return
+    parts = {
+        "arguments": gc.arguments,
+        "temporaries": gc.temporaries,
+        "outputs that are not donated": gc.outputs - gc.aliased,
+    }
+    largest = sorted(parts.items(), key=lambda part: -part[1])
+    raise ValueError(
+        f"the memory budget is {limit} bytes, but recomputing every block, the least that "
+        f"policies can do, needs {gc.peak}: "
+        + ", ".join(f"{name} {size}" for name, size in largest)
+        + ". Raise the budget to that, or make microbatches smaller."
+    )
 
 
 def check_offload(policies: Policies, memory: Memory) -> None:

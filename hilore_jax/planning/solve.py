@@ -12,12 +12,20 @@ from hilore_jax.planning.budget import Budget
 from hilore_jax.planning.calibrated import calibrated_menu
 from hilore_jax.planning.calibration import Calibration, check_exposure, model_fingerprint
 from hilore_jax.planning.fingerprint import fingerprint
+from hilore_jax.planning.measure import (
+    Measurement,
+    check_measurable,
+    measure,
+    parse_cost,
+    shortlist,
+)
+from hilore_jax.planning.measured import Measured
 from hilore_jax.planning.memory import Memory, compiled_memory
 from hilore_jax.planning.menu import block_menu
 from hilore_jax.planning.menus import block_menus
 from hilore_jax.planning.plan import Blocks, Plan
 from hilore_jax.planning.risks import default_risk, recommended_codecs
-from hilore_jax.planning.search import Search, describe
+from hilore_jax.planning.search import Search, check_feasible, describe
 from hilore_jax.planning.target import Target, parse_target
 
 _log = logging.getLogger("hilore_jax")
@@ -37,6 +45,7 @@ def plan(
     codecs: Sequence[Compress] | None = None,
     risks: Callable[[str, Compress], float] = default_risk,
     offload: bool = False,
+    cost: str | Measurement | Measured = "modelled",
     calibration: Calibration | None = None,
     exposure: float | None = None,
     progress: bool | None = None,
@@ -63,6 +72,10 @@ def plan(
         codecs: what a name may be compressed with; default: those of the risk table.
         risks: relative gradient error of compressing one name in one block.
         offload: also consider keeping names in pinned host memory.
+        cost: seconds of recomputation, "modelled" by a roofline or "measured": the menu is found
+            with the roofline, then complete updates under its entries are timed in turns on this
+            device (`planning.measure`), which takes arrays as `args` and minutes. Or a
+            `planning.measure.Measurement`, which says how; or the `measured` of an earlier plan.
         calibration: measured risks, block by block, in place of `risks`; what it did not measure
             is not used. The risk budget is then one microbatch's: its share of the update's.
         exposure: of the microbatches to plan for; default: the calibration's median.
@@ -74,7 +87,8 @@ def plan(
     Raises:
         ValueError: the budget is below what recomputing everything needs (says how much that is),
             a target or name is unknown, the peak does not depend on the policies, or the
-            calibration is of another model's shape.
+            calibration is of another model's shape. With a measured cost: the target is not here,
+            or an argument is a shape.
 
     Example:
         >>> import jax, jax.numpy as jnp, hilore_jax as hl
@@ -95,6 +109,7 @@ def plan(
         >>> made.memory.peak <= made.budget, made.removed_flops
         (True, 1.0)
     """
+    pricing = parse_cost(cost)
     device = parse_target(target)
     if offload and not device.host_link:
         _log.warning(
@@ -102,6 +117,17 @@ def plan(
         )
     arguments = args if callable(args) else lambda policies: args
     all_recomputed = (Policy({}),) * blocks.count
+    situation = fingerprint(
+        blocks.fn,
+        blocks.args,
+        arguments(all_recomputed),
+        blocks=blocks.count,
+        target=device.name,
+    )
+    if isinstance(pricing, Measurement):
+        check_measurable(arguments(all_recomputed), device)
+    elif pricing is not None:
+        pricing.check(situation)
     if calibration is not None:  # before anything long
         calibration.check(model_fingerprint(blocks))
         exposure = calibration.exposure if exposure is None else check_exposure(exposure)
@@ -118,8 +144,6 @@ def plan(
     if calibration is not None:
         menu, block_risks = calibrated_menu(menu, blocks, device, calibration, exposure, codecs)
         paper = calibration.form == "paper"
-    menus = block_menus(menu, block_risks, blocks.count)
-    choose = functools.partial(allocate, menus, risk=budget.risk, paper=paper)
     with Bar(progress, _COMPILATIONS) as bar:
 
         def compiled(policies: tuple[Policy, ...], fn: Update = update) -> Memory:
@@ -137,6 +161,25 @@ def plan(
             limit = int(budget.times_gc * baseline)
         # A TPU's compiler refuses what its device cannot hold: no budget reaches beyond that.
         most = min(limit, device.memory) if device.platform == "tpu" else limit
+        check_feasible(gc, most)
+        if isinstance(pricing, Measurement):
+            menus = block_menus(menu, block_risks, blocks.count)
+            pricing = measure(
+                update,
+                arguments,
+                menu,
+                shortlist(menus, budget.risk, paper, pricing.most),
+                blocks=blocks.count,
+                target=device,
+                donate=donate,
+                how=pricing,
+                fingerprint=situation,
+                progress=progress,
+            )
+        if pricing is not None:
+            menu, block_risks = pricing.price(menu, block_risks)
+        menus = block_menus(menu, block_risks, blocks.count)
+        choose = functools.partial(allocate, menus, risk=budget.risk, paper=paper)
         search = Search(menu, blocks.count, most, choose, gc, compiled, device.count)
         spent = 1 if budget.baseline is None else 2
         policies, memory, predicted = search.run(_COMPILATIONS - spent)
@@ -152,16 +195,11 @@ def plan(
         memory=memory,
         predicted=predicted,
         bound_seconds=found.bound_seconds,
-        cost="modelled",
-        fingerprint=fingerprint(
-            blocks.fn,
-            blocks.args,
-            arguments(all_recomputed),
-            blocks=blocks.count,
-            target=device.name,
-        ),
+        cost="modelled" if pricing is None else "measured",
+        fingerprint=situation,
         trials=tuple(search.trials),
         block_risks=block_risks,
         exposure=None if calibration is None else exposure,
         paper=paper,
+        measured=pricing,
     )

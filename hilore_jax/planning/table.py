@@ -23,7 +23,7 @@ def plan_table(plan: Plan) -> str:
                 f"{first}-{last}" if last > first else str(first),
                 *(letter(policy[name]) for name in names),
                 format_bytes(entry.nbytes),
-                f"{1e3 * (slowest - entry.seconds):.3f}",
+                _saved(plan, entry, slowest),
                 f"{entry.flops / 1e12:.3f}",
                 f"{risk:.4f}",
             ]
@@ -36,13 +36,41 @@ def plan_table(plan: Plan) -> str:
         "are not the default"
     )
     lines += _memory(plan)
+    lines += _measured(plan)
     lines.append(
-        f"recompute: {plan.recompute_seconds:.4f} s a microbatch ({plan.cost}), {_bound(plan)}; "
+        f"recompute: {plan.recompute_seconds:.4f} s a microbatch ({_zero(plan)}), {_bound(plan)}; "
         f"{100 * plan.removed_flops:.1f} % of GC's recomputed matmul FLOPs removed"
     )
     lines.append(f"risk: {plan.risk:.4f} of {plan.risk_budget:g}{_calibrated(plan)}")
     lines.append(why_not_better(plan))
     return "\n".join(lines)
+
+
+def _saved(plan: Plan, entry: Entry, slowest: float) -> str:
+    """Milliseconds that an entry saves against GC, with their quartiles where they are measured."""
+    text = f"{1e3 * (slowest - entry.seconds):.3f}"
+    spread = None if plan.measured is None else plan.measured.spread(entry.policy)
+    if spread is None or not entry.policy:
+        return text
+    return f"{text} ({1e3 * spread[0]:.3f} to {1e3 * spread[1]:.3f})"
+
+
+def _measured(plan: Plan) -> list[str]:
+    """How seconds were measured, where they were."""
+    if (measured := plan.measured) is None:
+        return []
+    few = sorted({t.blocks for t in measured.timings if t.blocks < len(plan.policies)})
+    return [
+        f"measured: updates under {len(measured.timings)} policies in {measured.turns} turns, "
+        f"{measured.update_seconds:.4f} s each under GC; milliseconds saved are medians of paired "
+        "differences, with quartiles"
+        + (f"; some in only {few[0]} blocks, as more did not fit" if few else "")
+        + (f"; {len(left)} entries were not measured" if (left := measured.left_out) else "")
+    ]
+
+
+def _zero(plan: Plan) -> str:
+    return plan.cost if plan.measured is None else "measured, beyond the fastest entry of the menu"
 
 
 def letter(action: Action) -> str:

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,3 +64,16 @@ def ratio(ours: list[float], theirs: list[float]) -> Ratio:
     """
     pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
     return Ratio(statistics.median(pairs), min(pairs), max(pairs))
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Lower and upper quartile; of a single value, itself.
+
+    Example:
+        >>> quartiles([1.0, 4.0, 2.0]), quartiles([3.0])
+        ((1.5, 3.0), (3.0, 3.0))
+    """
+    if len(values) == 1:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -90,33 +91,60 @@ class AbstractUpdate:
     def _trainable(self) -> type[nnx.Variable]:
         return nnx.Param if self.config.lora is None else nnx.LoRAParam
 
+    def random_arguments(self) -> Callable[[Sequence[Policy]], tuple[TrainState, Batch]]:
+        """Makes arrays of those shapes, random weights and tokens, to time updates on.
+
+        What they hold does not change how long an update takes. States of equal segments are made
+        once and shared: an update that donates its state must be given a copy.
+
+        Returns:
+            The function from policies to arrays, on the default device.
+        """
+        batch = jax.jit(self._values)()
+
+        @functools.cache
+        def state(lengths: tuple[int, ...]) -> TrainState:
+            return jax.jit(lambda: self._initial(lengths)[1])()
+
+        return lambda policies: (state(_lengths(policies)), batch)
+
     def _state(self, policies: Sequence[Policy]) -> tuple[nnx.GraphDef, TrainState]:
-        lengths = tuple(len(list(run)) for _, run in itertools.groupby(policies))
         found: list[nnx.GraphDef] = []
 
         def state() -> TrainState:
-            model = Decoder(self.config, segments=lengths, rngs=nnx.Rngs(0))
-            graphdef, state = init_state(model, self.optimizer, jax.random.key(0))
+            graphdef, state = self._initial(_lengths(policies))
             found.append(graphdef)
             return state
 
         shapes = jax.eval_shape(state)
         return found[0], shapes
 
-    def _batch(self) -> Batch:
-        def batch() -> Batch:
-            tokens = jnp.zeros((self.micro, self.rows, self.seq), jnp.int32)
-            scored = jnp.zeros((self.micro, self.rows, self.completion), jnp.float32)
-            return Batch(
-                tokens=tokens,
-                attention_mask=tokens > 0,
-                completion_mask=scored > 0,
-                logp_old=scored,
-                logp_ref=scored if self.beta else None,
-                advantages=jnp.zeros((self.micro, self.rows), jnp.float32),
-            )
+    def _initial(self, lengths: tuple[int, ...]) -> tuple[nnx.GraphDef, TrainState]:
+        model = Decoder(self.config, segments=lengths, rngs=nnx.Rngs(0))
+        return init_state(model, self.optimizer, jax.random.key(0))
 
-        return jax.eval_shape(batch)
+    def _batch(self) -> Batch:
+        return jax.eval_shape(self._values)
+
+    def _values(self) -> Batch:
+        """A batch whose every completion is scored, and whose advantages have both signs."""
+        shape = self.micro, self.rows, self.seq
+        tokens = jax.random.randint(jax.random.key(1), shape, 0, self.config.vocab_size)
+        logp = jnp.full((*shape[:2], self.completion), -5.0)
+        signs = jnp.where(jnp.arange(self.rows) % 2 == 0, 1.0, -1.0)
+        return Batch(
+            tokens=tokens,
+            attention_mask=jnp.ones(shape, bool),
+            completion_mask=jnp.ones(logp.shape, bool),
+            logp_old=logp,
+            logp_ref=logp if self.beta else None,
+            advantages=jnp.broadcast_to(signs, shape[:2]),
+        )
+
+
+def _lengths(policies: Sequence[Policy]) -> tuple[int, ...]:
+    """Of the runs of equal policies."""
+    return tuple(len(list(run)) for _, run in itertools.groupby(policies))
 
 
 def training_update(shape: DecoderConfig, config: TrainConfig) -> AbstractUpdate:

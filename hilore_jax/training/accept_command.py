@@ -77,12 +77,14 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> Plan:
         return Entry(policy, figures.nbytes, seconds, *figures.work, 0.0)
 
     here = made.target.startswith("cpu")
+    # Of a measured plan, entries that were not timed have no seconds to compare.
+    modelled = here and made.cost == "modelled"
     made = accept(
         made,
         update_gradients(data, training),
         data.updates,
         peak=functools.partial(compiled_peak, update, made.target) if here else None,
-        entry=entry if here else None,
+        entry=entry if modelled else None,
         limit=config.limit,
     )
     made.save(config.out or config.plan)

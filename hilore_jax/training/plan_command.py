@@ -14,6 +14,8 @@ from hilore_jax.planning.buckets import microbatch_risk
 from hilore_jax.planning.budget import Budget
 from hilore_jax.planning.calibration import Calibration
 from hilore_jax.planning.ladder import Ladder, plan_ladder
+from hilore_jax.planning.measure import Measurement, check_measurable
+from hilore_jax.planning.measured import Measured
 from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.solve import plan
 from hilore_jax.planning.target import parse_target
@@ -48,6 +50,11 @@ class PlanConfig:
     """Logits of the update that `1.10x-gc` refers to: `chunked`, or `whole-logits`."""
     offload: bool = False
     """Also consider keeping activations in pinned host memory."""
+    cost: str = "modelled"
+    """Seconds of recomputation: `modelled` by a roofline, `measured` by updates that are timed on
+    this device with random weights, or the file of a plan that was measured."""
+    turns: int = 5
+    """Timed updates under each policy, for `--cost measured`."""
     calibration: str = ""
     """A calibration's JSON file: measured risks, block by block."""
     exposure: float | None = None
@@ -74,6 +81,7 @@ def run_plan(config: PlanConfig) -> Plan | Ladder:
         raise ValueError("--exposure needs --calibration: default risks do not depend on it")
     if config.ladder:
         _check_ladder(config, calibration)
+    cost = planning_cost(config)
     update = abstract_update(config)
     whole = dataclasses.replace(update, head="whole")
     share = 1 / config.micro
@@ -90,14 +98,16 @@ def run_plan(config: PlanConfig) -> Plan | Ladder:
         "budget": budget,
         "target": config.target,
         "offload": config.offload,
+        "cost": cost,
         "calibration": calibration,
     }
+    args = update.random_arguments() if isinstance(cost, Measurement) else update.arguments
     if config.ladder:
-        ladder = plan_ladder(update, update.arguments, share=share, **options)
+        ladder = plan_ladder(update, args, share=share, **options)
         print(ladder)
         ladder.save(config.ladder)
         return ladder
-    made = plan(update, update.arguments, exposure=config.exposure, **options)
+    made = plan(update, args, exposure=config.exposure, **options)
     print(made)
     if config.out:
         made.save(config.out)
@@ -118,6 +128,30 @@ def _check_ladder(config: PlanConfig, calibration: Calibration | None) -> None:
             f"{' and '.join(wrong)} belong to a single plan, --ladder writes one for each power of "
             "two of exposure: give one or the other"
         )
+
+
+def planning_cost(config: PlanConfig) -> str | Measurement | Measured:
+    """What `--cost` asks for.
+
+    Raises:
+        ValueError: an unknown word, a target that is not here, or a plan that was not measured.
+    """
+    if config.cost.endswith(".json"):
+        measured = Plan.load(config.cost).measured
+        if measured is None:
+            raise ValueError(
+                f"--cost {config.cost}: the seconds of that plan are modelled; expected a plan "
+                "that was made with --cost measured"
+            )
+        return measured
+    if config.cost == "modelled":
+        return config.cost
+    if config.cost != "measured":
+        raise ValueError(
+            f"--cost {config.cost}: expected modelled, measured, or a measured plan's JSON file"
+        )
+    check_measurable((), parse_target(config.target))  # before any weight is made
+    return Measurement(turns=config.turns, microbatches=config.micro)
 
 
 def abstract_update(config: PlanConfig) -> AbstractUpdate:

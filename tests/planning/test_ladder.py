@@ -14,6 +14,7 @@ import pytest
 import hilore_jax as hl
 from blocks import inputs, mlp, params, temp_bytes
 from hilore_jax.planning.ladder import Ladder, compresses, plan_ladder, refined_segments
+from hilore_jax.planning.measured import Measured, Timing
 from hilore_jax.planning.target import parse_target
 
 D, F, N = 32, 96, 6
@@ -22,6 +23,8 @@ ONE = jax.eval_shape(lambda: params(d=D, f=F))
 BLOCKS = hl.Blocks(mlp, (ONE, X), N)
 CPU = dataclasses.replace(parse_target("cpu"), flops=(("float32", 1e10),), bandwidth=2e10)
 GC, INT8 = hl.Policy({}), hl.Policy({"gate": hl.Compress("int8"), "up": hl.Compress("int8")})
+
+MEASURED = Measured((Timing(GC, 0.0, 0.0, 0.0, N),), 5, 1.0, (), {"blocks": "6"})
 
 
 def arguments(policies):
@@ -210,3 +213,29 @@ def test_refined_segments_are_the_coarsest_that_serve():
     with pytest.raises(ValueError, match=r"plans for \[\] blocks"):
         refined_segments([])
     assert compresses(INT8) and not compresses(hl.Policy(default=hl.Store()))
+
+
+def test_a_measured_ladder_is_measured_once(monkeypatch):
+    asked = []
+    first = dataclasses.replace(made().plans[0], measured=MEASURED, cost="measured")
+
+    def fake(update, args, *, cost, exposure, **_):
+        asked.append((cost, exposure))
+        exact = dataclasses.replace(made().plans[-1], measured=MEASURED, cost="measured")
+        return exact if len(asked) > 1 else first
+
+    monkeypatch.setattr("hilore_jax.planning.ladder.plan", fake)
+    plan_ladder(
+        update,
+        arguments,
+        blocks=BLOCKS,
+        budget=hl.Budget("1.2x gc"),
+        target=CPU,
+        exposures=[1.0, 4.0],
+        calibration=object(),
+        cost="measured",
+    )
+    costs, exposures = zip(*asked, strict=True)
+    assert costs[0] == "measured" and len(costs) > 2
+    assert all(cost is MEASURED for cost in costs[1:])
+    assert exposures == tuple(sorted(exposures))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from typing import Any
 
 import jax
 import optax
@@ -17,6 +18,7 @@ from hilore_jax.models.shapes import to_hf
 from hilore_jax.planning.calibration import Measured, model_fingerprint
 from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.menu import Entry
+from hilore_jax.training import plan_command
 from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.laddered import LadderedUpdate
 from hilore_jax.training.plan_command import PlanConfig, abstract_update
@@ -120,6 +122,29 @@ def test_a_ladder_needs_a_calibration_and_no_plan(run, calibration, capsys):
     assert "--out and --exposure belong to a single plan" in capsys.readouterr().err
 
 
+def test_seconds_are_measured_on_this_device_and_used_again(run, tmp_path, capsys, monkeypatch):
+    asked = plan_command.planning_cost
+
+    def few(config):
+        found: Any = asked(config)
+        return dataclasses.replace(found, most=1) if config.cost == "measured" else found
+
+    monkeypatch.setattr(plan_command, "planning_cost", few)
+    out, again = tmp_path / "plan.json", tmp_path / "again.json"
+    options = ["--target", "cpu", "--memory", "9x-gc", "--risk", "0", "--micro", "2"]
+    assert run(*options, "--cost", "measured", "--turns", "2", "--out", str(out)) == 0
+    assert "updates under 2 policies in 2 turns" in capsys.readouterr().out
+    first = hl.Plan.load(out)
+    assert first.cost == "measured" and first.measured is not None
+    assert run(*options, "--cost", str(out), "--out", str(again)) == 0
+    second = hl.Plan.load(again)
+    assert second.measured == first.measured and second.policies == first.policies
+    first = dataclasses.replace(first, cost="modelled", measured=None)
+    first.save(out)
+    assert run(*options, "--cost", str(out)) == 2
+    assert "the seconds of that plan are modelled" in capsys.readouterr().err
+
+
 @pytest.mark.gpu_target
 def test_a_plan_for_a_gpu_that_is_not_here(run, tmp_path):
     out = tmp_path / "plan.json"
@@ -140,6 +165,9 @@ def test_a_plan_for_a_gpu_that_is_not_here(run, tmp_path):
         (["--memory", "8"], '"8" has no unit'),
         (["--baseline", "none"], "--baseline none: expected chunked or whole-logits"),
         (["--target", "cuda:h999"], "h200"),
+        (["--cost", "guessed"], "--cost guessed: expected modelled, measured, or"),
+        (["--cost", "measured", "--target", "cuda:h200"], "cuda:h200, which is only compiled for"),
+        (["--cost", "measured", "--turns", "0"], "Measurement(turns=0)"),
     ],
 )
 def test_wrong_options_are_named(run, capsys, options, message):
