@@ -89,8 +89,7 @@ def profile_plan(
 
     plain = (PLAIN,) * len(next(iter(policies.values())))
     held = any(isinstance(plan, Plan) for plan in plans.values())
-    wanted: list[tuple[Policy, ...]] = [*policies.values(), *([plain] if held else [])]
-    different = dict.fromkeys(wanted)
+    different = {*policies.values(), plain} if held else {*policies.values()}
     programs = {each: compiled(each) for each in different}
     executed = {each: executed_matmuls(program.as_text()) for each, program in programs.items()}
     if held:

@@ -56,18 +56,16 @@ def test_shapes_are_those_of_a_real_state_in_the_policies_segments(config):
 
 def test_random_arguments_have_those_shapes_and_make_an_update_that_moves():
     update = make(LORA)
-    arguments = update.random_arguments()
+    made, gc = update.random_arguments(), (GC,) * 3
+    state, batch = made(gc)
     describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
-    for policies in (MIXED, (GC,) * 3):
-        assert describe(arguments(policies)) == describe(update.arguments(policies))
+    assert describe((state, batch)) == describe(update.arguments(gc))
     # Equal segments share their arrays: a large model is there once.
-    shared = map(jax.tree.leaves, (arguments((GC,) * 3), arguments((INT8,) * 3)))
-    assert all(a is b for a, b in zip(*shared, strict=True))
-    state, metrics = jax.jit(update, static_argnums=0)(MIXED, *arguments(MIXED))
+    shared = zip(*map(jax.tree.leaves, ((state, batch), made((INT8,) * 3))), strict=True)
+    assert all(a is b for a, b in shared)
+    new, metrics = jax.jit(update, static_argnums=0)(gc, state, batch)
     assert float(metrics["grad_norm"]) > 0 and int(metrics["n_tokens"]) == 2 * 2 * 5
-    moved = jax.tree.map(
-        lambda a, b: bool((a != b).any()), state.params, arguments(MIXED)[0].params
-    )
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), new.params, state.params)
     assert any(jax.tree.leaves(moved))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import optax
@@ -15,9 +15,13 @@ from hilore_jax.cli import main
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.models.shapes import to_hf
-from hilore_jax.planning.calibration import Measured, model_fingerprint
+from hilore_jax.planning.calibration import Measured as MeasuredRisk
+from hilore_jax.planning.calibration import model_fingerprint
+from hilore_jax.planning.measure import Measurement, check_measurable
+from hilore_jax.planning.measured import Measured, Timing
 from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.menu import Entry
+from hilore_jax.planning.target import parse_target
 from hilore_jax.training import plan_command
 from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.laddered import LadderedUpdate
@@ -64,7 +68,7 @@ def calibration(folder, tmp_path):
     """Risk 0.01 E for each block, which were measured at exposures 0.4 and 0.9."""
     config = PlanConfig(model=folder, batch="2x64", lora=2, target="cpu")
     fingerprint = model_fingerprint(abstract_update(config).blocks())
-    measured = tuple(Measured(UP, block, 2.0, 0.1, 0.01, 1) for block in range(3))
+    measured = tuple(MeasuredRisk(UP, block, 2.0, 0.1, 0.01, 1) for block in range(3))
     made = hl.Calibration(measured, 2.0, 1.0, (0.4, 0.9), fingerprint, 9, 1.0, 2, {})
     made.save(tmp_path / "calibration.json")
     return str(tmp_path / "calibration.json")
@@ -122,27 +126,43 @@ def test_a_ladder_needs_a_calibration_and_no_plan(run, calibration, capsys):
     assert "--out and --exposure belong to a single plan" in capsys.readouterr().err
 
 
-def test_seconds_are_measured_on_this_device_and_used_again(run, tmp_path, capsys, monkeypatch):
-    asked = plan_command.planning_cost
+def test_the_cost_that_was_asked_for_is_handed_on_with_arrays_to_measure_on(run, monkeypatch):
+    seen = []
 
-    def few(config):
-        found: Any = asked(config)
-        return dataclasses.replace(found, most=1) if config.cost == "measured" else found
+    def fake(update, args, **options):
+        seen.append((args, options["cost"]))
+        raise ValueError("seen")
 
-    monkeypatch.setattr(plan_command, "planning_cost", few)
-    out, again = tmp_path / "plan.json", tmp_path / "again.json"
-    options = ["--target", "cpu", "--memory", "9x-gc", "--risk", "0", "--micro", "2"]
-    assert run(*options, "--cost", "measured", "--turns", "2", "--out", str(out)) == 0
-    assert "updates under 2 policies in 2 turns" in capsys.readouterr().out
-    first = hl.Plan.load(out)
-    assert first.cost == "measured" and first.measured is not None
-    assert run(*options, "--cost", str(out), "--out", str(again)) == 0
-    second = hl.Plan.load(again)
-    assert second.measured == first.measured and second.policies == first.policies
-    first = dataclasses.replace(first, cost="modelled", measured=None)
-    first.save(out)
-    assert run(*options, "--cost", str(out)) == 2
-    assert "the seconds of that plan are modelled" in capsys.readouterr().err
+    monkeypatch.setattr(plan_command, "plan", fake)
+    options = ["--target", "cpu", "--micro", "2"]
+    assert run(*options) == run(*options, "--cost", "measured", "--turns", "3") == 2
+    (shapes, modelled), (arrays, measured) = seen
+    assert modelled == "modelled"
+    assert measured == Measurement(turns=3, microbatches=2)
+    gc = (hl.Policy({}),) * CONFIG.n_layers
+    kinds = [{type(leaf) for leaf in jax.tree.leaves(make(gc))} for make in (shapes, arrays)]
+    assert kinds[0] == {jax.ShapeDtypeStruct} and jax.ShapeDtypeStruct not in kinds[1]
+    check_measurable(arrays(gc), parse_target("cpu"))
+
+
+def test_seconds_of_a_measured_plan_are_used_again(monkeypatch):
+    timing = Timing(hl.Policy({}), 0.0, 0.0, 0.0, 3)
+    measured = Measured((timing,), 5, 1.0, (), {"target": "cpu"})
+    plans = {"measured": measured, "modelled": None}
+    for name, found in plans.items():
+        monkeypatch.setattr(hl.Plan, "load", lambda path, found=found: Loaded(found))
+        config = PlanConfig(cost=f"{name}.json", target="cpu")
+        if found is None:
+            with pytest.raises(ValueError, match="the seconds of that plan are modelled"):
+                plan_command.planning_cost(config)
+        else:
+            assert plan_command.planning_cost(config) is measured
+
+
+class Loaded(NamedTuple):
+    """What the command reads of a plan."""
+
+    measured: Measured | None
 
 
 @pytest.mark.gpu_target
