@@ -151,12 +151,11 @@ def _check(coefficients: Any, seconds: Any, risk: Any) -> None:
 
 
 def varying_like(x: jax.Array, tree: Any) -> jax.Array:
-    """`x` typed as differing between the devices of a `shard_map` wherever the tree's leaves do.
+    """`x`, typed as differing between the devices of a `shard_map` if a leaf of the tree does.
 
     What a function returns and the cotangents that are handed back must agree in that.
     """
-    axes = {a for leaf in jax.tree.leaves(tree) for a in getattr(jax.typeof(leaf), "vma", ())}
-    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+    return x + 0 * sum(jnp.sum(leaf == leaf) for leaf in jax.tree.leaves(tree))
 
 
 def gated_metrics(grads: nnx.State, seen: dict[str, Any], *, paper: bool = False) -> Metrics:
