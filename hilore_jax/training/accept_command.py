@@ -73,7 +73,8 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> Plan:
     if config.measure < 0:
         raise ValueError(f"--measure {config.measure}: expected a number of turns >= 0")
     made = Plan.load(config.plan)
-    if config.measure and parse_target(made.target).platform != jax.default_backend():
+    platform = parse_target(made.target).platform
+    if config.measure and {"cuda": "gpu"}.get(platform, platform) != jax.default_backend():
         raise ValueError(
             f"--measure: the plan is for {made.target}, here is {jax.default_backend()}. Measure "
             "where it will run."
