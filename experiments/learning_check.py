@@ -34,12 +34,13 @@ from tqdm import tqdm
 import hilore_jax as hl
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.decoder import Decoder, segment
+from hilore_jax.planning.realized import relative_error
 from hilore_jax.report.plots import Curves, Panel, plot_curves
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.gradients import make_gradients
 from hilore_jax.training.learner import Learner, make_optimizer
-from hilore_jax.training.report import block_and_arguments, relative_error
+from hilore_jax.training.report import block_and_arguments
 from hilore_jax.training.step import init_state
 from hilore_jax.training.tasks import Item, Task
 from hilore_jax.training.toy import CharTokenizer

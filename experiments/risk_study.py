@@ -19,9 +19,9 @@ from hilore_jax.planning.frontier import distortion
 from hilore_jax.planning.menu import block_menu
 from hilore_jax.planning.risks import default_risk
 from hilore_jax.planning.target import parse_target
+from hilore_jax.training.abstract import training_update
 from hilore_jax.training.calibrate_command import (
     RolloutConfig,
-    abstract_update,
     micro_loss,
     microbatches,
 )
@@ -35,8 +35,9 @@ PLANNERS = "by risk", "by tensor error"
 class Settings(RolloutConfig):
     """Predicted against measured gradient error."""
 
-    calibration: str = "calibration.json"
-    """File that `hilore calibrate` wrote for this model and batch."""
+    calibration: str = ""
+    """File that `hilore calibrate` wrote for this model and batch; when empty,
+    `results/calibration_smollm2.json` beside this script, or for a quick run one of its own."""
     updates: int = 2
     """Complete held-out updates."""
     first: int = 2_000_000
@@ -68,7 +69,7 @@ class Study:
         if self.calibration.form != "squared":
             raise ValueError(f"{settings.calibration} has risks of the paper's form: use squared.")
         training = settings.training()
-        update = abstract_update(parts.model.config, training)
+        update = training_update(parts.model.config, training)
         self.blocks = update.blocks()
         self.calibration.check(model_fingerprint(self.blocks))
         self.data = real_updates(training, parts, settings.updates, first=settings.first)

@@ -28,9 +28,9 @@ import hilore_jax as hl
 from hilore_jax.models.config import DecoderConfig, LoraConfig
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.models.shapes import family
+from hilore_jax.planning.realized import relative_error
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.laddered import LadderedUpdate, one_bucket
-from hilore_jax.training.report import relative_error
 from hilore_jax.training.step import init_state
 from hilore_jax.training.strategy import StaticUpdate
 

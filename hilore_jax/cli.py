@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": "the policies that recompute least in a memory budget, for a device here or not",
     "calibrate": "measured risks of compression for a model, on its own rollouts",
     "accept": "whether a plan keeps its memory and its gradient error on real updates",
+    "exposure": "which tokens, groups and microbatches of a run can take low precision",
     "explain": "what a policy saves and recomputes in one block of a model, or a plan file",
     "bench": "memory and speed against jax.checkpoint and plain code",
     "doctor": "versions, devices, and which extras are installed",
@@ -135,6 +136,14 @@ def _accept(argv: Sequence[str]) -> int:
     if argv and not argv[0].startswith("-"):
         argv = ["--plan", *argv]
     return 0 if run_accept(_parse(AcceptOptions, "accept", argv)).accepted else 1
+
+
+def _exposure(argv: Sequence[str]) -> None:
+    from hilore_jax.report.exposure_command import ExposureConfig, run_exposure
+
+    if argv and not argv[0].startswith("-"):
+        argv = ["--run-dir", *argv]
+    run_exposure(_parse(ExposureConfig, "exposure", argv))
 
 
 def _explain(argv: Sequence[str]) -> None:

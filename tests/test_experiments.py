@@ -1,5 +1,6 @@
 """The scripts in experiments/ run, on their smoke settings."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -12,7 +13,7 @@ import pytest
 
 import hilore_jax as hl
 from hilore_jax.planning.calibration import Measured, model_fingerprint
-from hilore_jax.training import calibrate_command
+from hilore_jax.training.abstract import training_update
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 
@@ -117,7 +118,7 @@ def quick_calibration(module, path):
     """What `hilore calibrate` finds for the model of a quick run, so that it need not."""
     settings = module.Settings(**module.QUICK)
     shape = module.small_parts().model.config
-    blocks = calibrate_command.abstract_update(shape, settings.training()).blocks()
+    blocks = training_update(shape, settings.training()).blocks()
     fits = [(0, 0, 2.4, 0.0053), (0, 1, 0.47, 0.005), (1, 0, 1.4, 0.0069), (1, 1, 0.76, 0.0071)]
     policies = [hl.parse_policy(text) for text in module.QUICK_POLICIES]
     measured = tuple(Measured(policies[p], b, k, 0.1, e, 1) for p, b, k, e in fits)
@@ -170,6 +171,27 @@ def test_risk_model_quick_predicts_and_goes_on_where_it_stopped(
         assert (row["error"] > 0) == (row["compressed"] > 0)
     assert any(row["compressed"] for row in updates)
     assert "rank correlation" in capsys.readouterr().out
+
+
+def test_fewest_bytes_takes_what_recomputes_no_matmul(script, tmp_path):
+    risk_model, path = script("risk_model"), tmp_path / "calibration.json"
+    quick_calibration(risk_model, path)
+    made = hl.Calibration.load(path)
+    # The policy of the calibration that decodes gate and up, and keeps what feeds matmuls.
+    kept = "attn_out=store,attn_lse=store,q=store,k=store,v=store,attn_residual=store"
+    policy = hl.parse_policy(f"mlp_gate=int8:tile=32,mlp_up=int8:tile=32,{kept}")
+    unit = made.measured[-2:]
+    fits = tuple(dataclasses.replace(m, policy=policy) for m in unit)
+    made = dataclasses.replace(made, measured=(*made.measured, *fits))
+    settings = risk_model.Settings(**risk_model.QUICK).training()
+    blocks = training_update(risk_model.small_parts().model.config, settings).blocks()
+    fewest = script("fewest_bytes").fewest_bytes
+    exact, within, all_of_it = (fewest(blocks, made, 0.5, risk) for risk in (0.0, 1.1e-3, 1.0))
+    assert exact.risk == 0 and all_of_it.policies == (policy,) * 2
+    assert exact.nbytes > within.nbytes > all_of_it.nbytes and 0 < within.risk <= 1.1e-3
+    for found in {*exact.policies, *within.policies}:
+        explained = hl.explain(found, blocks.fn, *blocks.args, argnums=blocks.argnums)
+        assert explained.recomputed.matmuls == 0
 
 
 def keep_first(kind):

@@ -8,15 +8,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from hilore_jax.actions import Policy
-from hilore_jax.compiler import compiler_options
-from hilore_jax.planning.allocate import total_risk
 from hilore_jax.planning.leave_out import Profiler, without_idle_entries
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.plan import Plan
+from hilore_jax.planning.realized import gradient_distance, gradient_norm, predicted_error
 
 _LOG = logging.getLogger("hilore_jax")
 LIMIT = 0.015
@@ -96,14 +92,14 @@ def accept(
         raise ValueError("hl.accept needs at least one complete update that was held out.")
     exact = (Policy({}),) * len(plan.policies)
     truth = [gradients(exact, update) for update in updates]
-    norms = [_checked(_norm(grads), u) for u, (grads, _) in enumerate(truth)]
+    norms = [_checked(gradient_norm(grads), u) for u, (grads, _) in enumerate(truth)]
 
     def tried(made: Plan, removed: tuple[str, ...] = ()) -> Acceptance:
         found = []
         for update, (grads, _), norm in zip(updates, truth, norms, strict=True):
-            found.append(float(_distance(gradients(made.policies, update)[0], grads)) / norm)
+            found.append(gradient_distance(gradients(made.policies, update)[0], grads) / norm)
         highest = made.memory.peak if peak is None else peak(made.policies)
-        predicted = statistics.fmean(_predicted(made, exposures) for _, exposures in truth)
+        predicted = statistics.fmean(predicted_error(made, exposures) for _, exposures in truth)
         return _judged(made, highest, tuple(found), predicted, limit, removed)
 
     result = tried(plan)
@@ -143,14 +139,6 @@ def _judged(
         f"{len(errors)} updates, predicted {predicted:.4g}"
     )
     return Acceptance(not faults, " and ".join(faults) or good, peak, errors, predicted, removed)
-
-
-def _predicted(plan: Plan, exposures: Any) -> float:
-    """The plan's risk for an update with these microbatches: risks grow with exposure."""
-    if plan.exposure is None:
-        return plan.risk
-    parts = [plan.risk * float(e) / plan.exposure for e in exposures]
-    return total_risk(parts, paper=plan.paper)
 
 
 def _without_idle_names(
@@ -201,20 +189,3 @@ def _checked(norm: Any, update: int) -> float:
     if value == 0:
         raise ValueError(f"the exact gradient of update {update} is 0: hold out another update.")
     return value
-
-
-def _norm(tree: Any) -> Any:
-    return _root(tree, None)
-
-
-def _distance(tree: Any, other: Any) -> Any:
-    return _root(tree, other)
-
-
-def _root(tree: Any, other: Any) -> Any:
-    def root(tree: Any, other: Any) -> Any:
-        others = [0.0] * len(jax.tree.leaves(tree)) if other is None else jax.tree.leaves(other)
-        pairs = zip(jax.tree.leaves(tree), others, strict=True)
-        return jnp.sqrt(sum(jnp.sum((a.astype(jnp.float32) - b) ** 2) for a, b in pairs))
-
-    return jax.jit(root, compiler_options=compiler_options())(tree, other)

@@ -89,7 +89,9 @@ class Calibration:
     def risk(self, policy: Policy, block: int, exposure: float) -> float:
         """Gradient error of one block's policy in a microbatch, relative to the whole update's.
 
-            risk = kappa e E / Ghat;   the paper's form (arXiv 2609.33570): kappa e E
+            risk = bias kappa e E / Ghat;   the paper's form (arXiv 2609.33570): bias kappa e E
+
+        where bias is 1 but for what policies of many blocks at once were found to do.
 
         Args:
             policy: the block's policy.
@@ -106,10 +108,10 @@ class Calibration:
             >>> from hilore_jax import Compress
             >>> policy = Policy({"mlp_up": Compress("int8")})
             >>> made = Calibration(
-            ...     (Measured(policy, 0, 4.0, 0.1, 0.01, 1),), 2.0, 1.0, (0.5,), {}, 3, 1.0, 2, {}
+            ...     (Measured(policy, 0, 4.0, 0.1, 0.01, 1),), 2.0, 1.5, (0.5,), {}, 3, 1.0, 2, {}
             ... )
             >>> made.risk(policy, 0, 0.5), made.risk(policy, 1, 0.5), made.risk(Policy({}), 1, 0.5)
-            (0.01, inf, 0.0)
+            (0.015, inf, 0.0)
         """
         check_exposure(exposure)
         if not policy.names(Compress):
@@ -120,7 +122,7 @@ class Calibration:
         if exposure == 0:
             return 0.0
         scale = 1.0 if self.form == "paper" else self.norm
-        return found.kappa * found.error * exposure / scale
+        return self.bias * found.kappa * found.error * exposure / scale
 
     def check(self, found: Mapping[str, str]) -> None:
         """Refuses another model's shape.

@@ -75,7 +75,7 @@ def factors(rows: Sequence[Row], form: str = "squared") -> dict[int, float]:
 
     Example:
         >>> rows = [
-        ...     Row(m, ((b, p),), 1.0, (1 + 2 * m) * (b + 1) * p, 1.0, ((1.0, 1.0),))
+        ...     Row(m, ((b, p),), 1.0, (1.0 + 2 * m) * (b + 1) * p, 1.0, ((1.0, 1.0),))
         ...     for m in range(3)
         ...     for b in range(3)
         ...     for p in (1, 2)
@@ -181,13 +181,16 @@ def joint_bias(
 ) -> tuple[float, tuple[tuple[float, float], ...]]:
     """How the error of many blocks together compares with what their fits predict.
 
-        predicted = sqrt(sum_b (kappa_b e_b E)^2);  the paper's: their sum, against d / ||g||
+        predicted = f sqrt(sum_b (kappa_b e_b E)^2);  the paper's: their sum, against d / ||g||
+
+    with f the microbatch's own factor (`factors`), where enough was measured to tell.
 
     Returns:
         The slope of measured over predicted errors through the origin, 1.0 where none was tried,
         and the pairs of predicted and measured.
     """
     norms = {row.micro: row.norm for row in rows if not row.chosen}
+    own = factors(rows, form)
     fits = {(m.policy, m.block): m.kappa * m.error for m in measured}
     pairs = []
     for row in rows:
@@ -195,6 +198,7 @@ def joint_bias(
             continue
         parts = [row.exposure * fits[entries[entry - 1], block] for block, entry in row.chosen]
         predicted = math.fsum(parts) if form == "paper" else math.hypot(*parts)
+        predicted *= own.get(row.micro, 1.0)
         found = row.distance / norms[row.micro] if form == "paper" else row.distance
         if math.isfinite(predicted) and math.isfinite(found):
             pairs.append((predicted, found))

@@ -63,7 +63,7 @@ class Plan:
         baseline: compiled peak that a relative budget refers to, or None, bytes.
         gc: compiled memory with every block recomputed.
         memory: compiled memory of this plan.
-        predicted: peak that the other trials predict for it, bytes.
+        predicted: its peak as the trials before it predicted, bytes; GC's own where that is it.
         bound_seconds: no choice from the menu can recompute for less time in this budget (the
             relaxation of the allocation), seconds.
         cost: "modelled" (roofline) or "measured".

@@ -68,6 +68,7 @@ class Search:
         self.refused: set[Policies] = set()
         self.entry = {entry.policy: entry for entry in menu}
         self.trials = [Trial(describe((Policy({}),) * count), None, gc.peak, gc.peak <= limit)]
+        self._predicted = {(Policy({}),) * count: gc.peak}
         self._left = 0
         self._share = 1.0 / devices
 
@@ -93,11 +94,13 @@ class Search:
         return self.kept(policies) + int((self.limit - self.done[policies].peak) / self._share)
 
     def run(self, compilations: int) -> tuple[Policies, Memory, int]:
-        """The fastest candidate that fits, its memory, and what the others predict for it."""
+        """The fastest candidate that fits, its memory, and its peak as predicted before that."""
         self._check_feasible()
         self._left = compilations
         fastest = self._choose(sum(max(e.nbytes for e in self.menu) for _ in range(self.count)))
         most = self.kept(fastest)
+        if most and self._over(fastest) <= self._margin(fastest):
+            self._fits(_neighbour(fastest))  # then there is something to predict its peak from
         fits = self._fits(fastest)
         if fastest in self.done and most:
             above = self.done[fastest].peak - self.gc.peak
@@ -108,10 +111,7 @@ class Search:
             (p for p, memory in self.done.items() if memory.peak <= self.limit),
             key=lambda p: (self._seconds(p), self.kept(p)),
         )
-        alone = len(self.done) <= 3  # beside GC and the last candidate
-        if alone and abs(self.predict(best) / self.done[best].peak - 1) > _MARGIN / 2:
-            self._fits(_neighbour(best))  # what such entries need, for predictions from now on
-        return best, self.done[best], self.predict(best)
+        return best, self.done[best], self._predicted[best]
 
     def _place(self, kept: int) -> float:
         """The candidate's number, a real one, that keeps so many bytes; see `_bytes`."""
@@ -127,11 +127,9 @@ class Search:
             return False
         middle = (low + high) // 2
         policies = self._choose(self._bytes(middle))
-        kept = self._share * self.kept(policies)
-        over = self.gc.peak + kept - self.limit
-        if over > _MARGIN * self.gc.peak + _BELOW * kept:
+        if self._over(policies) > self._margin(policies):
             return self._within(low, middle)
-        searched = over < -_MARGIN * self.gc.peak - _ABOVE * kept
+        searched = self._over(policies) < -self._margin(policies, _ABOVE)
         if searched and self._within(middle, high):
             return True
         if not self._fits(policies):
@@ -139,6 +137,13 @@ class Search:
         if not searched and self.limit - self.done[policies].peak > _CLOSE * self.limit:
             self._within(middle, high)
         return True
+
+    def _over(self, policies: Policies) -> float:
+        """Bytes by which the line through the compiled ends lies above the limit."""
+        return self.gc.peak + self._share * self.kept(policies) - self.limit
+
+    def _margin(self, policies: Policies, kept: float = _BELOW) -> float:
+        return _MARGIN * self.gc.peak + kept * self._share * self.kept(policies)
 
     def _fits(self, policies: Policies) -> bool:
         if policies not in self.done and policies not in self.refused:
@@ -164,7 +169,7 @@ class Search:
                 "Does the update hand its policies to hl.scan_blocks, and is it the same block?"
             )
         check_offload(policies, memory)
-        self.done[policies] = memory
+        self.done[policies], self._predicted[policies] = memory, predicted
         fits = memory.peak <= self.limit
         self.trials.append(Trial(describe(policies), predicted, memory.peak, fits))
 

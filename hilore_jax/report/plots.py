@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +106,40 @@ def plot_curves(
     """
     if not panels:
         raise ValueError("plot_curves needs at least one Panel, found none")
-    matplotlib = require("matplotlib", "plots", "a figure")
-    figure_type = require("matplotlib.figure", "plots", "a figure").Figure
-    canvas_type = require("matplotlib.backends.backend_agg", "plots", "a figure").FigureCanvasAgg
     labels = list(dict.fromkeys(label for panel in panels for label in panel.curves))
-    with matplotlib.rc_context(_STYLE):
-        figure = figure_type(figsize=(6.2 * len(panels), 5.0), dpi=150, layout="constrained")
-        canvas_type(figure)
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    with drawing(len(panels), path, title=title) as axes:
         for ax, panel in zip(axes, panels, strict=True):
             _draw(ax, panel, labels)
             ax.set_xlabel(x_label)
+            whole_numbers(ax)
+
+
+@contextlib.contextmanager
+def drawing(panels: int, path: Path | str, *, title: str) -> Iterator[Sequence[Any]]:
+    """Axes side by side, in the style of all figures, written to a PNG at the end.
+
+    Args:
+        panels: how many.
+        path: the file; its folder must exist.
+        title: above all panels.
+
+    Raises:
+        ImportError: the `[plots]` extra is missing.
+    """
+    matplotlib = require("matplotlib", "plots", "a figure")
+    figure_type = require("matplotlib.figure", "plots", "a figure").Figure
+    canvas_type = require("matplotlib.backends.backend_agg", "plots", "a figure").FigureCanvasAgg
+    with matplotlib.rc_context(_STYLE):
+        figure = figure_type(figsize=(6.2 * panels, 5.0), dpi=150, layout="constrained")
+        canvas_type(figure)
+        yield figure.subplots(1, panels, squeeze=False)[0]
         figure.suptitle(title, fontsize=14)
         figure.savefig(path)
+
+
+def whole_numbers(ax: Any) -> None:
+    """Ticks of the x axis at whole updates only."""
+    ax.locator_params(axis="x", integer=True)
 
 
 def _draw(ax: Any, panel: Panel, labels: Sequence[str]) -> None:

@@ -18,8 +18,10 @@ from hilore_jax.grpo.whole import whole_logprobs
 from hilore_jax.models.block import Block
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.decoder import Decoder
-from hilore_jax.planning.plan import Blocks
+from hilore_jax.planning.fingerprint import fingerprint
+from hilore_jax.planning.plan import Blocks, Plan
 from hilore_jax.training.batch import Batch
+from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.step import TrainState, init_state, make_actor_update
 
 HEADS: dict[str, Callable[..., jax.Array]] = {"chunked": token_logprobs, "whole": whole_logprobs}
@@ -115,3 +117,34 @@ class AbstractUpdate:
             )
 
         return jax.eval_shape(batch)
+
+
+def training_update(shape: DecoderConfig, config: TrainConfig) -> AbstractUpdate:
+    """The update of a training run of a model of this shape."""
+    return AbstractUpdate(
+        shape,
+        micro=config.rows // config.micro_rows,
+        rows=config.micro_rows,
+        seq=config.prompt_length + config.completion_length,
+        completion=config.completion_length,
+        optimizer=optax.adamw(config.learning_rate, weight_decay=config.weight_decay),
+        beta=config.beta,
+    )
+
+
+def check_plan(made: Plan, update: AbstractUpdate) -> None:
+    """Refuses a plan that was made for another model or batch.
+
+    Where the plan is for another platform than the one at hand, only the number of blocks is
+    compared: kernels and arrays of the block differ there.
+
+    Raises:
+        ValueError: names each difference.
+    """
+    blocks = update.blocks()
+    planned = "gpu" if made.target.startswith("cuda") else made.target.split(":")[0]
+    if planned != jax.default_backend():
+        made.check({"blocks": str(blocks.count)})
+        return
+    args = update.arguments((Policy({}),) * blocks.count)
+    made.check(fingerprint(blocks.fn, blocks.args, args, blocks=blocks.count))

@@ -18,16 +18,15 @@ from hilore_jax.models.restack import restack
 from hilore_jax.planning.accept import LIMIT, accept
 from hilore_jax.planning.backward import block_program
 from hilore_jax.planning.cost import Roofline
-from hilore_jax.planning.fingerprint import fingerprint
 from hilore_jax.planning.leave_out import Profiler
 from hilore_jax.planning.memory import compiled_memory
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.plan import Plan, runs
 from hilore_jax.planning.profile import profile_plan
 from hilore_jax.planning.target import parse_target
-from hilore_jax.training.abstract import AbstractUpdate
+from hilore_jax.training.abstract import AbstractUpdate, check_plan, training_update
 from hilore_jax.training.batch import Batch
-from hilore_jax.training.calibrate_command import RolloutConfig, abstract_update
+from hilore_jax.training.calibrate_command import RolloutConfig
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.gradients import add_gradients, make_micro_gradients, zero_gradients
 from hilore_jax.training.parts import Parts, load_parts
@@ -80,13 +79,9 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> Plan:
             "where it will run."
         )
     parts = load_parts(training) if parts is None else parts
-    update = abstract_update(parts.model.config, training)
+    update = training_update(parts.model.config, training)
     blocks = update.blocks()
-    args = update.arguments((Policy({}),) * blocks.count)
-    if made.target.startswith("cpu"):  # elsewhere the block has other kernels than here
-        made.check(fingerprint(blocks.fn, blocks.args, args, blocks=blocks.count))
-    else:
-        made.check({"blocks": str(blocks.count)})
+    check_plan(made, update)
     print(f"sampling {config.updates} updates", file=sys.stderr, flush=True)
     data = real_updates(training, parts, config.updates, first=config.first)
     program = block_program(blocks.fn, *blocks.args, argnums=blocks.argnums)

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from hilore_jax.actions import Policy
-from hilore_jax.models.config import DecoderConfig
 from hilore_jax.planning.accept import LIMIT
 from hilore_jax.planning.calibrate import calibrate
 from hilore_jax.planning.calibration import Calibration
@@ -21,7 +19,7 @@ from hilore_jax.planning.plan import Blocks
 from hilore_jax.planning.risks import default_risk, recommended_codecs
 from hilore_jax.planning.target import parse_target
 from hilore_jax.spelling import parse_policy
-from hilore_jax.training.abstract import AbstractUpdate
+from hilore_jax.training.abstract import training_update
 from hilore_jax.training.config import TrainConfig, faults
 from hilore_jax.training.gradients import make_micro_loss
 from hilore_jax.training.parts import Parts, load_parts
@@ -65,13 +63,10 @@ class RolloutConfig:
         Raises:
             ValueError: lists every fault.
         """
+        # Subclasses have settings of their own, some with the name of another one of training's.
         names = {field.name for field in dataclasses.fields(TrainConfig)}
-        # Not those of a subclass: `risk` is another thing to a calibration than to a run.
-        shared = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(RolloutConfig)
-            if field.name in names
-        }
+        names &= {field.name for field in dataclasses.fields(RolloutConfig)}
+        shared = {name: getattr(self, name) for name in names}
         config = TrainConfig(**shared, lora_rank=self.lora, quiet=True)
         wrong = [fault for fault in faults(config) if "run_dir" not in fault]
         if wrong:
@@ -117,7 +112,7 @@ def run_calibrate(config: CalibrateConfig, parts: Parts | None = None) -> Calibr
             f"microbatches of an update of {training.rows} rows"
         )
     parts = load_parts(training) if parts is None else parts
-    update = abstract_update(parts.model.config, training)
+    update = training_update(parts.model.config, training)
     blocks = update.blocks()
     chosen = (*default_policies(blocks, config), *map(parse_policy, config.also))
     print(f"sampling {config.microbatches} microbatches", file=sys.stderr, flush=True)
@@ -159,19 +154,6 @@ def default_policies(blocks: Blocks, config: CalibrateConfig) -> tuple[Policy, .
     # Up to three times the gradient error that is accepted, were all blocks to take the entry.
     limit = 3 * LIMIT / blocks.count**0.5
     return frontier(menu, blocks.fn, *blocks.args, most=config.policies, risk=limit)
-
-
-def abstract_update(shape: DecoderConfig, config: TrainConfig) -> AbstractUpdate:
-    """The model's update by shapes, as `hilore plan` plans it."""
-    return AbstractUpdate(
-        shape,
-        micro=config.rows // config.micro_rows,
-        rows=config.micro_rows,
-        seq=config.prompt_length + config.completion_length,
-        completion=config.completion_length,
-        optimizer=optax.adamw(1e-6),
-        beta=config.beta,
-    )
 
 
 def microbatches(data: Measured) -> list[tuple]:

@@ -16,7 +16,10 @@ from hilore_jax.training.sampling import check_sampling
 from hilore_jax.training.tasks import parse_args
 
 # Settings that may change between a run and its continuation.
-_FREE = ("updates", "run_dir", "resume", "save_every", "keep_checkpoints", "log_entropy", "quiet")
+_FREE = (
+    *("updates", "run_dir", "resume", "save_every", "keep_checkpoints", "log_entropy", "quiet"),
+    *("log_exposure_every", "measure_error_every"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,11 @@ class TrainConfig:
     keep_checkpoints: int = 2
     log_entropy: bool = False
     """Also report the policy's entropy; costs the vocabulary's reductions a second time."""
+    log_exposure_every: int = 10
+    """Updates between records of each sequence's exposure, for `hilore exposure`; 0 keeps none."""
+    measure_error_every: int = 0
+    """Updates between measurements of the gradient's error against recomputing everything, each
+    two gradients more; 0 never measures."""
     quiet: bool = False
     """No console output."""
 
@@ -127,7 +135,9 @@ def faults(config: TrainConfig) -> list[str]:
     at_least = dict.fromkeys(
         "prompts prompt_length completion_length micro_rows updates keep_checkpoints".split(), 1
     )
-    at_least |= dict.fromkeys("lora_rank save_every seed".split(), 0)
+    at_least |= dict.fromkeys(
+        "lora_rank save_every seed log_exposure_every measure_error_every".split(), 0
+    )
     for name, least in at_least.items():
         if getattr(config, name) < least:
             found.append(f"{name} must be >= {least}, found {getattr(config, name)}")

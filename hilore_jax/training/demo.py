@@ -14,12 +14,12 @@ import jax.numpy as jnp
 
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
+from hilore_jax.planning.realized import relative_error
 from hilore_jax.planning.timing import interleaved, ratio
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.gradients import make_gradients
 from hilore_jax.training.learner import Learner
-from hilore_jax.training.report import relative_error
 from hilore_jax.training.step import TrainState
 from hilore_jax.training.trainer import Parts, load_parts, train, versions
 

@@ -157,7 +157,10 @@ def add_gradients(total: nnx.State, grads: nnx.State) -> nnx.State:
 
 
 def observe(loss, logp, omega, nats, micro: Batch, clip: float) -> dict[str, Any]:
-    """What the metrics need of one microbatch: sums over its optimized tokens, never means."""
+    """What the metrics need of one microbatch: sums over its optimized tokens, never means.
+
+    `bad` and `omega`, the coefficients, are `[rows, completion]`.
+    """
     terms = (logp, micro.logp_old, micro.logp_ref, micro.advantages)
     finite = jnp.isfinite(logp)
     for term in terms[1:]:
@@ -169,6 +172,7 @@ def observe(loss, logp, omega, nats, micro: Batch, clip: float) -> dict[str, Any
         "entropy": None if nats is None else jnp.sum(nats, where=micro.completion_mask),
         "ratios": ratio_metrics(*terms, micro.completion_mask, clip),
         "bad": micro.completion_mask & ~finite,
+        "omega": jnp.where(micro.completion_mask, omega, 0),
     }
 
 
@@ -178,8 +182,12 @@ def update_metrics(grads: nnx.State, seen: dict[str, Any]) -> Metrics:
     Args:
         grads: the update's gradients, summed over the microbatches.
         seen: what `observe` returned, stacked over the microbatches.
+
+    Returns:
+        Scalars, and `micro_exposure` `[micro]` and `omega` `[micro, rows, completion]`.
     """
-    sums = jax.tree.map(lambda values: jnp.sum(values, axis=0), {**seen, "bad": None})
+    tables = {"bad": None, "omega": None}
+    sums = jax.tree.map(lambda values: jnp.sum(values, axis=0), {**seen, **tables})
     largest = jnp.max(seen["ratios"].is_ratio_max)
     ratios = dataclasses.replace(sums["ratios"], is_ratio_max=largest)
     loss, norm, bad = sums["loss"], optax.tree.norm(grads), seen["bad"].ravel()
@@ -193,6 +201,8 @@ def update_metrics(grads: nnx.State, seen: dict[str, Any]) -> Metrics:
         **ratios.means(),
         **entropy,
         "exposure": sums["exposure"],
+        "micro_exposure": seen["exposure"],
+        "omega": seen["omega"],
         "n_tokens": ratios.tokens,
         "nonfinite": (~finite).astype(jnp.int32),
         "nonfinite_index": jnp.where(jnp.any(bad), jnp.argmax(bad), -1).astype(jnp.int32),

@@ -18,6 +18,7 @@ from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
 from hilore_jax.grpo import dead_rows, estimate_exposure
 from hilore_jax.planning.buckets import Buckets
+from hilore_jax.training.attempts import Attempts
 from hilore_jax.training.batch import Batch, check_batch
 from hilore_jax.training.gradients import (
     add_gradients,
@@ -103,27 +104,70 @@ class LadderedUpdate:
         Returns:
             The state and metrics: those of `make_actor_update`, and `ladder_hits/<edge>` (accepted
             microbatches), `ladder_redo`, `risk_used` and `risk_budget` (relative gradient error,
-            predicted and allowed), `rows_skipped`, and `micro_exposure`, exposures a microbatch.
+            predicted and allowed), `rows_skipped`, `micro_exposure`, exposures a microbatch, and
+            `micro_of_row`, where each row was put (-1: left out).
 
         Raises:
             ValueError: a batch that is malformed.
         """
+        total, seen, report = self._sum(state, batch)
+        if not len(report["micro_exposure"]):
+            _LOG.warning("no row of this update can move the policy: it is left as it is")
+        state, metrics = self._finish(state, total, seen)
+        return state, {**metrics, **report}
+
+    def gradient(
+        self, state: TrainState, batch: Batch, *, exact: bool = False
+    ) -> tuple[nnx.State, dict[str, Any]]:
+        """The update's gradient before clipping, without applying it.
+
+        Args:
+            state: left as it is.
+            batch: as for `update`.
+            exact: everything recomputed instead of the plans that exposures allow.
+
+        Returns:
+            The gradient, and `micro_exposure` with, of a ladder, the metrics of its choice.
+        """
+        total, _, report = self._sum(state, batch, exact=exact)
+        return total, report
+
+    def _sum(self, state: TrainState, batch: Batch, *, exact: bool = False) -> tuple[Any, Any, Any]:
+        """The summed gradient, what microbatches saw, and what is reported of them."""
         check_batch(batch)
         estimate, dead, tokens = jax.device_get(self._look(batch))
-        micro_rows = batch.tokens.shape[1]
         layout = lay_out(
             dead if self.skip_rows else np.zeros_like(dead),
             estimate if self.pack_by_exposure else None,
-            micro_rows,
+            batch.tokens.shape[1],
         )
-        if not len(layout.index):
-            _LOG.warning("no row of this update can move the policy: it is left as it is")
-        counts = layout.sums(tokens)
-        run = _Run(self, state, batch, layout, counts, int(tokens.sum()))
-        total, buckets, seen = run.all(layout.sums(estimate.astype(np.float64)))
-        state, metrics = self._finish(state, total, self._stacked(state, batch, layout, seen))
-        metrics = {**metrics, "n_tokens": tokens.sum(), "rows_skipped": np.int32(layout.skipped)}
-        return state, metrics | self._report(buckets, seen, counts, tokens, run.redone)
+        counts, update_tokens = layout.sums(tokens), int(tokens.sum())
+        policies = [(Policy({}),) * len(self.policies[0])] if exact else self.policies
+        buckets = one_bucket(policies[0])[0] if exact else self.buckets
+
+        def attempt(policies, total, micro: int, limit):
+            return self._program(policies, state, batch)(
+                total,
+                state.params,
+                state.frozen,
+                batch,
+                layout.index[micro],
+                layout.valid[micro],
+                np.float32(update_tokens),
+                limit,
+            )
+
+        tried = Attempts(buckets, policies, counts, update_tokens, attempt)
+        total, chosen, seen, redone = tried.all(
+            self._zeros(state.params), layout.sums(estimate.astype(np.float64))
+        )
+        report = {
+            "n_tokens": tokens.sum(),
+            "rows_skipped": np.int32(layout.skipped),
+            "micro_of_row": layout.places(),
+            **({} if exact else self._report(chosen, seen, counts, tokens, redone)),
+        }
+        return total, self._stacked(state, batch, layout, seen), report
 
     def _report(self, chosen, seen, counts, tokens, redone) -> dict[str, Any]:
         exposures = [float(one["exposure"]) for one in seen]
@@ -184,82 +228,24 @@ class LadderedUpdate:
     ) -> dict[str, Any]:
         """What microbatches saw, always as many as the batch has, in the order of its rows."""
         micro, rows, width = batch.completion_mask.shape
-        bad = spread_rows(
-            layout, [one["bad"] for one in seen], np.zeros((micro * rows, width), bool)
-        )
-        plain = [{k: v for k, v in one.items() if k not in ("bad", "accepted")} for one in seen]
+        nothing = {
+            "bad": np.zeros((micro * rows, width), bool),
+            "omega": np.zeros((micro * rows, width), np.float32),
+        }
+        tables = {
+            name: spread_rows(layout, [one[name] for one in seen], none).reshape(micro, rows, width)
+            for name, none in nothing.items()
+        }
+        apart = (*tables, "accepted")
+        plain = [{k: v for k, v in one.items() if k not in apart} for one in seen]
         if not plain:  # the same names and dtypes, all zero
             shapes = self._program(self.policies[-1], state, batch).out_info[1]
             plain = [jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), dict(shapes))]
-            plain = [{k: v for k, v in plain[0].items() if k not in ("bad", "accepted")}]
+            plain = [{k: v for k, v in plain[0].items() if k not in apart}]
         empty = jax.tree.map(np.zeros_like, plain[0])
         plain += [empty] * (micro - len(plain))
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *plain)
-        return {**stacked, "bad": bad.reshape(micro, rows, width)}
-
-
-class _Run:
-    """One update's microbatches, first attempt and repetitions."""
-
-    def __init__(
-        self,
-        owner: LadderedUpdate,
-        state: TrainState,
-        batch: Batch,
-        layout: Layout,
-        counts: np.ndarray,
-        update_tokens: int,
-    ):
-        self.owner, self.state, self.batch = owner, state, batch
-        self.layout, self.counts, self.update_tokens = layout, counts, update_tokens
-        self.redone = 0
-
-    def all(self, estimates: np.ndarray) -> tuple[Any, list[int], list[dict[str, Any]]]:
-        """The summed gradient, each microbatch's bucket, and what it saw there."""
-        pending = [(m, self.bucket(m, float(e))) for m, e in enumerate(estimates)]
-        done: dict[int, tuple[int, dict[str, Any]]] = {}
-        total = self.owner._zeros(self.state.params)
-        while pending:
-            seen = []
-            for micro, bucket in pending:  # dispatched together, read once
-                total, one = self.attempt(total, micro, bucket)
-                seen.append(one)
-            again = []
-            for (micro, bucket), one in zip(pending, jax.device_get(seen), strict=True):
-                exposure = float(one["exposure"])
-                if math.isnan(exposure):
-                    one["loss"] = np.float32(math.nan)  # refuses the update
-                if one["accepted"] or math.isnan(exposure):
-                    done[micro] = bucket, one
-                else:
-                    again.append((micro, max(bucket + 1, self.bucket(micro, exposure))))
-            self.redone += len(again)
-            pending = again
-        order = sorted(done)
-        return total, [done[m][0] for m in order], [done[m][1] for m in order]
-
-    def bucket(self, micro: int, exposure: float) -> int:
-        """Where an exposure belongs; one that is not a number gets the exact plan."""
-        buckets = self.owner.buckets
-        if math.isnan(exposure):
-            return len(buckets.edges) - 1
-        return buckets.select(exposure, int(self.counts[micro]), self.update_tokens)
-
-    def attempt(self, total: Any, micro: int, bucket: int) -> tuple[Any, dict[str, Any]]:
-        """Adds a microbatch under a bucket's plan, if its exposure turns out to be allowed."""
-        owner, state = self.owner, self.state
-        limit = owner.buckets.limit(bucket, int(self.counts[micro]), self.update_tokens)
-        program = owner._program(owner.policies[bucket], state, self.batch)
-        return program(
-            total,
-            state.params,
-            state.frozen,
-            self.batch,
-            self.layout.index[micro],
-            self.layout.valid[micro],
-            np.float32(self.update_tokens),
-            _at_most(limit),
-        )
+        return {**stacked, **tables}
 
 
 def one_bucket(policies: tuple[Policy, ...]) -> tuple[Buckets, tuple[tuple[Policy, ...]]]:
@@ -279,9 +265,3 @@ def _look(batch: Batch, *, clip: float, beta: float) -> tuple[Any, Any, Any]:
     tokens = row_tokens(batch)
     guess = estimate_exposure(*known, jnp.sum(tokens), clip=clip, beta=beta, per_row=True)
     return guess.value, dead_rows(*known, beta=beta), tokens
-
-
-def _at_most(value: float) -> np.float32:
-    """The largest float32 that is not above a number."""
-    rounded = np.float32(value)
-    return rounded if rounded <= value else np.nextafter(rounded, np.float32(-np.inf))

@@ -16,6 +16,9 @@ from hilore_jax.models.restack import restack
 from hilore_jax.training.batch import Batch, micro
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.experience import Experience, logp_difference, to_batch
+from hilore_jax.training.exposures import Coefficients
+from hilore_jax.training.measured import measure_error, risk_metrics
+from hilore_jax.training.planned import static_plan
 from hilore_jax.training.step import init_state, make_score, raise_if_nonfinite
 from hilore_jax.training.strategy import (
     Update,
@@ -45,6 +48,7 @@ class Learner:
         self.config = config
         self.policies = plans(config, model.config)[0]  # of a ladder, its most compressed
         self.about: dict[str, int | None] = {}  # of the compiled update, the same in every line
+        self.plan = static_plan(config, model.config)
         self._shape = model.config
         optimizer = make_optimizer(config)
         key = jax.random.key(config.seed)
@@ -96,13 +100,29 @@ class Learner:
             self.about = {**self.strategy.about, **kept}
         return compiled
 
-    def update(self, batch: Batch) -> dict[str, Any]:
-        """One actor update; the state moves on. Raises FloatingPointError on a non-finite one."""
+    def update(self, batch: Batch) -> tuple[dict[str, Any], Coefficients]:
+        """One actor update; the state moves on.
+
+        Returns:
+            Its metrics, and the coefficients of its tokens.
+
+        Raises:
+            FloatingPointError: an update that is not finite.
+        """
         self.state, metrics = self.compile(batch)(self.state, batch)
         metrics = jax.device_get(metrics)
         raise_if_nonfinite(metrics, batch)
         del metrics["nonfinite_index"]
-        return {name: np.asarray(value).tolist() for name, value in metrics.items()}
+        rows = np.arange(batch.tokens.shape[0] * batch.tokens.shape[1])
+        omega = np.asarray(metrics.pop("omega")).reshape(rows.size, -1)
+        micro = metrics.pop("micro_of_row", rows // batch.tokens.shape[1])
+        metrics |= risk_metrics(metrics, self.plan)
+        plain = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+        return plain, Coefficients(omega, np.asarray(micro))
+
+    def measure_error(self, batch: Batch) -> dict[str, float]:
+        """`gradient_error` and `predicted_error` of the update to come, see `measure_error`."""
+        return measure_error(self.strategy, self.state, batch, self.plan)
 
     def _reference_params(self, model: Decoder) -> nnx.State | None:
         if self.config.beta == 0:

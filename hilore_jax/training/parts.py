@@ -11,10 +11,11 @@ import jax
 from hilore_jax.models.config import DecoderConfig, LoraConfig
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.remat import remat
+from hilore_jax.training.abstract import check_plan, training_update
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.experience import TextTokenizer
 from hilore_jax.training.report import block_and_arguments
-from hilore_jax.training.strategy import plans
+from hilore_jax.training.strategy import loaded_plans, plans
 from hilore_jax.training.tasks import Task, check_args, parse_args, reasoning_gym_task
 from hilore_jax.training.toy import copy_task, count_task
 
@@ -88,7 +89,8 @@ def check_model(config: TrainConfig, shape: DecoderConfig) -> None:
     """Refuses settings that the model cannot carry out; one block is traced by shapes.
 
     Raises:
-        ValueError: a sequence that is too long, or a policy that a block cannot honour.
+        ValueError: a sequence that is too long, or a policy that a block cannot honour, or a
+            plan for another model or batch.
     """
     total = config.prompt_length + config.completion_length
     if total > shape.max_seq:
@@ -96,6 +98,8 @@ def check_model(config: TrainConfig, shape: DecoderConfig) -> None:
             f"prompt_length + completion_length = {total} tokens exceeds the model's "
             f"{shape.max_seq}; shorten one of them"
         )
+    for made in loaded_plans(config, shape):
+        check_plan(made, training_update(shape, config))
     block, arguments = block_and_arguments(shape, config.micro_rows, total)
     for policy in {policy for policies in plans(config, shape) for policy in policies}:
         decorated = remat(policy)(block)

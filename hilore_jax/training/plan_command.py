@@ -32,10 +32,12 @@ class PlanConfig:
     """Microbatches of an update."""
     completion: int = 0
     """Scored tokens of a sequence; 0 for all but the first, the most that can be."""
+    beta: float = 0.0
+    """Weight of the K3 term; 0 leaves the reference's log-probs out."""
     lora: int = 0
     """Rank of LoRA adapters; 0 trains every parameter."""
     dtype: str = "bfloat16"
-    """Compute and storage dtype of the base weights."""
+    """Compute dtype, and storage dtype of frozen weights; weights that train are in float32."""
     target: str = "device"
     """`cpu`, `device`, `cuda:h200`, `cuda:h100-80x8`, `tpu:v5e`, ..., or a target file."""
     memory: str = "1.10x-gc"
@@ -140,13 +142,16 @@ def abstract_update(config: PlanConfig) -> AbstractUpdate:
         seq=seq,
         completion=completion,
         optimizer=optax.adamw(1e-6),
+        beta=config.beta,
     )
 
 
 def model_shape(config: PlanConfig, platform: str) -> DecoderConfig:
     """The model's config, with the attention that runs on the target's platform."""
     lora = LoraConfig(rank=config.lora) if config.lora else None
-    fields = {"dtype": config.dtype, "param_dtype": config.dtype, "lora": lora}
+    # As `hilore train` keeps them: weights that train are in float32.
+    stored = config.dtype if lora else "float32"
+    fields = {"dtype": config.dtype, "param_dtype": stored, "lora": lora}
     shape = shape_of(config.model, **fields)
     fits = shape.head_dim <= 128 and shape.head_dim % 8 == 0 and shape.dtype != "float32"
     kind = "cudnn" if platform == "cuda" and fits else "xla"

@@ -44,6 +44,15 @@ def load_plan(config: TrainConfig, shape: DecoderConfig) -> Plan:
     return made
 
 
+def static_plan(config: TrainConfig, shape: DecoderConfig) -> Plan | None:
+    """The plan under which a run keeps every microbatch: not the gate's, which chooses itself.
+
+    Raises:
+        ValueError: see `run_policies`.
+    """
+    return load_plan(config, shape) if config.plan and not config.gate else None
+
+
 def gate_options(made: Plan) -> dict[str, Any]:
     """What `make_gated_update` needs to know of a calibrated plan's blocks.
 

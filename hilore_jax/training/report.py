@@ -1,4 +1,4 @@
-"""What a policy means for one model and batch shape: block arguments, saved bytes, error."""
+"""What a policy means for one model and batch shape: block arguments and saved bytes."""
 
 from __future__ import annotations
 
@@ -68,16 +68,3 @@ _LETTERS = {
     "recompute": "bytes_R",
     "offload": "bytes_O",
 }
-
-
-def relative_error(found: Any, exact: Any) -> float:
-    """`||found - exact|| / ||exact||` over all leaves; NaN where exact is zero.
-
-    Example:
-        >>> relative_error({"w": jnp.array([3.0, 5.0])}, {"w": jnp.array([3.0, 4.0])})
-        0.20000000298023224
-    """
-    leaves = zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True)
-    error = sum((jnp.sum((f - e) ** 2) for f, e in leaves), jnp.float32(0))
-    norm = sum((jnp.sum(e**2) for e in jax.tree.leaves(exact)), jnp.float32(0))
-    return float(jnp.sqrt(error / norm))

@@ -30,6 +30,13 @@ class Layout:
         """Sum over the rows of each microbatch of a number a row, in its dtype."""
         return np.where(self.valid, values[self.index], 0).sum(axis=1)
 
+    def places(self) -> Int[np.ndarray, "all_rows"]:
+        """The microbatch of each of the update's rows; -1 of those that were left out."""
+        found = np.full(int(self.valid.sum()) + self.skipped, -1, np.int32)
+        for micro, (index, valid) in enumerate(zip(self.index, self.valid, strict=True)):
+            found[index[valid]] = micro
+        return found
+
 
 def lay_out(
     dead: Bool[np.ndarray, "rows"],

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import optax
 from flax import nnx
 
 from hilore_jax.actions import Policy
+from hilore_jax.compiler import compiler_options
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.planning.ladder import Ladder, refined_segments
+from hilore_jax.planning.plan import Plan
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig
-from hilore_jax.training.gated import make_gated_update
+from hilore_jax.training.gated import gated_metrics, make_gated_gradients
+from hilore_jax.training.gradients import make_gradients, sum_micro_gradients
 from hilore_jax.training.laddered import LadderedUpdate, one_bucket
 from hilore_jax.training.planned import gate_options, load_plan, run_policies
 from hilore_jax.training.report import kept_bytes
-from hilore_jax.training.step import TrainState, jit_update, make_actor_update
+from hilore_jax.training.step import TrainState, jit_update, make_apply
 
 Update = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 
@@ -39,6 +43,12 @@ class Strategy(Protocol):
         """`update(state, batch) -> (state, metrics)`, compiled once; it donates the state."""
         ...
 
+    def gradient(
+        self, state: TrainState, batch: Batch, *, exact: bool = False
+    ) -> tuple[nnx.State, dict[str, Any]]:
+        """The update's gradient before clipping, and its metrics; `exact`: all recomputed."""
+        ...
+
 
 class StaticUpdate:
     """The whole update as one program, every microbatch under the same policies.
@@ -47,8 +57,9 @@ class StaticUpdate:
         graphdef: the model's static part.
         optimizer: of the trained parameters.
         policies: one a block.
-        make: `make_actor_update`, or `make_gated_update`.
-        **options: its own.
+        gate: what `make_gated_gradients` needs besides the options, for a gate.
+        max_grad_norm: as in `make_actor_update`.
+        **options: those of `make_micro_gradients`.
     """
 
     def __init__(
@@ -56,19 +67,28 @@ class StaticUpdate:
         graphdef: nnx.GraphDef,
         optimizer: optax.GradientTransformation,
         policies: tuple[Policy, ...],
-        make: Callable[..., Any] = make_actor_update,
+        gate: Mapping[str, Any] | None = None,
+        max_grad_norm: float | None = 1.0,
         **options: Any,
     ):
         self.n_traces = 0
         self.about: dict[str, int | None] = {}
         self._compiled: Update | None = None
-        update = make(graphdef, optimizer, **options)
+        self._policies = policies
+        exact = planned = make_gradients(graphdef, **options)
+        if gate is not None:
+            gated = make_gated_gradients(graphdef, **gate, **options)
+            planned = sum_micro_gradients(gated, gated_metrics)
+        apply = make_apply(optimizer, max_grad_norm)
 
         def counted(policies: tuple[Policy, ...], state: TrainState, batch: Batch):
             self.n_traces += 1
-            return update(policies, state, batch)
+            grads, metrics = planned(policies, state, batch)
+            return apply(state, grads, metrics), metrics
 
         self._lower = functools.partial(jit_update(counted).lower, policies)
+        jitted = functools.partial(jax.jit, static_argnums=0, compiler_options=compiler_options())
+        self._planned, self._exact = jitted(planned), jitted(exact)
 
     def compile(self, state: TrainState, batch: Batch) -> Update:
         """The compiled update; `about` then holds `update_temp_bytes`, which XLA reports."""
@@ -81,6 +101,23 @@ class StaticUpdate:
             return compiled
         return self._compiled
 
+    def gradient(
+        self, state: TrainState, batch: Batch, *, exact: bool = False
+    ) -> tuple[nnx.State, dict[str, Any]]:
+        """The update's gradient before clipping, without applying it.
+
+        Args:
+            state: left as it is.
+            batch: the complete update.
+            exact: everything recomputed.
+
+        Returns:
+            The gradient and its metrics. Compiled at the first call, apart from the update.
+        """
+        if exact:
+            return self._exact((Policy({}),) * len(self._policies), state, batch)
+        return self._planned(self._policies, state, batch)
+
 
 def plans(config: TrainConfig, shape: DecoderConfig) -> tuple[tuple[Policy, ...], ...]:
     """The policies that a run may use, one a block, the most compressed first.
@@ -88,16 +125,25 @@ def plans(config: TrainConfig, shape: DecoderConfig) -> tuple[tuple[Policy, ...]
     Raises:
         ValueError: a ladder that is not for the model's number of blocks.
     """
+    found = loaded_plans(config, shape)
+    return tuple(made.policies for made in found) or (run_policies(config, shape),)
+
+
+def loaded_plans(config: TrainConfig, shape: DecoderConfig) -> tuple[Plan, ...]:
+    """The plans of the run's files: a ladder's, one, or none.
+
+    Raises:
+        ValueError: see `plans`.
+    """
     ladder = load_ladder(config)
     if ladder is None:
-        return (run_policies(config, shape),)
-    found = tuple(made.policies for made in ladder.plans)
-    if len(found[0]) != shape.n_layers:
+        return (load_plan(config, shape),) if config.plan else ()
+    if len(ladder.plans[0].policies) != shape.n_layers:
         raise ValueError(
-            f"the ladder {config.ladder} is for {len(found[0])} blocks, the model has "
-            f"{shape.n_layers}. Plan again for this model."
+            f"the ladder {config.ladder} is for {len(ladder.plans[0].policies)} blocks, the model "
+            f"has {shape.n_layers}. Plan again for this model."
         )
-    return found
+    return ladder.plans
 
 
 def load_ladder(config: TrainConfig) -> Ladder | None:
@@ -133,8 +179,8 @@ def make_strategy(
     }
     ladder, policies = load_ladder(config), plans(config, shape)
     if config.gate:
-        options |= {"risk": config.risk, **gate_options(load_plan(config, shape))}
-        return StaticUpdate(graphdef, optimizer, policies[0], make_gated_update, **options)
+        gate = {"risk": config.risk, **gate_options(load_plan(config, shape))}
+        return StaticUpdate(graphdef, optimizer, policies[0], gate, **options)
     if ladder is None and not (config.skip_rows or config.pack_by_exposure):
         return StaticUpdate(graphdef, optimizer, policies[0], **options)
     buckets = one_bucket(policies[0])[0] if ladder is None else ladder.buckets

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from hilore_jax.models.decoder import Decoder
@@ -23,6 +24,7 @@ from hilore_jax.training import checkpoint
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.experience import collect
+from hilore_jax.training.exposures import drop_records, make_record, write_record
 from hilore_jax.training.learner import Learner
 from hilore_jax.training.metrics import MetricsWriter, Progress
 from hilore_jax.training.parts import Parts, check_model, load_parts
@@ -87,6 +89,7 @@ def train(
     run_dir.mkdir(parents=True, exist_ok=True)
     _write_json(run_dir / "config.json", dataclasses.asdict(config))
     _write_json(run_dir / "versions.json", versions(config))
+    drop_records(run_dir, start)
     seen: list[dict[str, Any]] = []
     saved = start if start else None
     progress = Progress(config.updates, start, quiet=config.quiet)
@@ -155,19 +158,32 @@ def _one_update(
     batch, scores = learner.batch(experience)
     learner.compile(batch)
     jax.block_until_ready(batch)
-    scored = time.perf_counter()
-    metrics = learner.update(batch)
+    measured = {}
+    if _is_due(config.measure_error_every, step):
+        measured = learner.measure_error(batch)
+    ready = time.perf_counter()
+    metrics, coefficients = learner.update(batch)
     done = time.perf_counter()
+    if _is_due(config.log_exposure_every, step):
+        advantages = np.asarray(batch.advantages).reshape(-1)
+        record = make_record(step + 1, experience, advantages, coefficients, parts.tokenizer)
+        write_record(Path(config.run_dir), record)
     return {
         "step": step + 1,
         **experience.metrics,
         **scores,
         **metrics,
+        **measured,
         "n_traces": learner.n_traces,
         **learner.about,
         "seconds/rollout": sampled - began,
-        "seconds/update": done - scored,
+        "seconds/update": done - ready,
     }, batch
+
+
+def _is_due(every: int, step: int) -> bool:
+    """Whether something is done in the update after `step`: in the first, and each `every` more."""
+    return every > 0 and step % every == 0
 
 
 def _say(config: TrainConfig, text: str) -> None:

@@ -175,6 +175,18 @@ def test_joint_policies_add_as_squares_or_linearly():
     assert bias == pytest.approx(0.24 / 1.4)
 
 
+def test_a_joint_policy_has_the_factor_of_its_microbatch():
+    units = [(m, b, p) for m in range(4) for b in range(4) for p in (1, 2)]
+    rows = [Row(m, (), 1.0, 0.0, 9.0, ()) for m in range(4)]
+    rows += [Row(m, ((b, p),), 1.0, (m + 1.0) * p, 9.0, ((1.0, 1.0),)) for m, b, p in units]
+    # Twice what both blocks do alone, on the microbatch of factor 4 (and of factor 1).
+    rows += [Row(m, ((0, 1), (1, 2)), 1.0, 2 * (m + 1) * 5**0.5, 9.0, ()) for m in (0, 3)]
+    entries = [UP, BOTH]
+    bias, pairs = joint_bias(rows, fitted(rows, entries), entries)
+    assert bias == pytest.approx(2.0)
+    assert pairs[1][0] == pytest.approx(4 * pairs[0][0])
+
+
 def test_calibration_of_a_model_against_isolated_gradients():
     made = calibrated()
     assert [(m.policy, m.block) for m in made.measured] == [
@@ -192,8 +204,9 @@ def test_calibration_of_a_model_against_isolated_gradients():
         assert made.measured[u].kappa * made.measured[u].error * exposure == pytest.approx(
             d, rel=1e-3
         )
-        assert made.risk(policy, block, exposure) == pytest.approx(d / made.norm, rel=1e-3)
-        assert made.risk(policy, block, 2 * exposure) == pytest.approx(2 * d / made.norm, rel=1e-3)
+        risk = made.bias * d / made.norm
+        assert made.risk(policy, block, exposure) == pytest.approx(risk, rel=1e-3)
+        assert made.risk(policy, block, 2 * exposure) == pytest.approx(2 * risk, rel=1e-3)
     # Two updates of two microbatches each.
     updates = [norm(jax.tree.map(jnp.add, *exact[i : i + 2])) for i in (0, 2)]
     assert made.norm == pytest.approx(sum(updates) / 2, rel=1e-5)
@@ -215,7 +228,7 @@ def test_one_executable_measures_everything():
     assert traces == [Interventions] and made.compilations == 2 and made.passes > 12
     assert made.form == "paper" and made.risk(UP, 0, 0.0) == 0.0
     first = made.measured[0]
-    assert made.risk(UP, 0, 0.7) == pytest.approx(first.kappa * first.error * 0.7)
+    assert made.risk(UP, 0, 0.7) == pytest.approx(made.bias * first.kappa * first.error * 0.7)
 
 
 def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):

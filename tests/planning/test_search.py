@@ -12,7 +12,7 @@ import hilore_jax as hl
 from hilore_jax.planning.allocate import allocate
 from hilore_jax.planning.memory import Memory, TargetMemoryError
 from hilore_jax.planning.menu import Entry
-from hilore_jax.planning.search import Search
+from hilore_jax.planning.search import Search, describe
 
 GC_PEAK, BLOCKS = 2**30, 8
 
@@ -58,6 +58,8 @@ class Compiler:
         policies, compiled, predicted = found.run(compilations)
         assert self.calls - before <= compilations
         assert compiled.peak <= limit
+        tried = {(trial.policies, trial.predicted) for trial in found.trials[1:]}
+        assert (describe(policies), predicted) in tried or policies == (hl.Policy({}),) * BLOCKS
         seconds = {e.policy: e.seconds for e in menu}
         return sum(seconds[p] for p in policies), compiled.peak, predicted
 

@@ -10,8 +10,9 @@ import pytest
 import hilore_jax as hl
 from hilore_jax.planning.plan import Plan
 from hilore_jax.training import accept_command
+from hilore_jax.training.abstract import training_update
 from hilore_jax.training.accept_command import AcceptOptions, run_accept
-from hilore_jax.training.calibrate_command import CalibrateConfig, abstract_update, run_calibrate
+from hilore_jax.training.calibrate_command import CalibrateConfig, run_calibrate
 from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.planned import run_policies
 from hilore_jax.training.rollouts import Measured, real_updates
@@ -44,7 +45,7 @@ def test_the_commands_in_order(graded, tmp_path, capsys):
     assert made.compilations <= 3 and {m.block for m in made.measured} == {0, 1}
     assert hl.Calibration.load(out) == made and "calibration of 2 blocks" in capsys.readouterr().out
 
-    update = abstract_update(graded.model.config, config.training())
+    update = training_update(graded.model.config, config.training())
     plan = hl.plan(
         update,
         update.arguments,
@@ -94,7 +95,7 @@ def test_settings_are_checked_before_sampling(tmp_path):
 
 def test_measured_turns_start_from_the_weights_in_each_plans_stacks(graded, monkeypatch, tmp_path):
     config = AcceptOptions(**SIZES, plan="plan.json").training()
-    update = abstract_update(graded.model.config, config)
+    update = training_update(graded.model.config, config)
     graphdef, state = init_state(graded.model, optax.identity(), jax.random.key(0))
     policies = (hl.parse_policy(UP), hl.Policy({}))
     batch = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), update.arguments(policies)[1])

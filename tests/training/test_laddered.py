@@ -183,6 +183,12 @@ def test_packing_sorts_rows_into_full_microbatches_and_keeps_the_update(
     low, high = metrics["micro_exposure"]
     # Rows 1 and 2 (sums 0.1, 6) lie together, row 0 (12) alone: not as they came.
     assert low < high
+    # Coefficients lie where their rows came from, and places say where these were put.
+    assert metrics["micro_of_row"].tolist() == [1, 0, 0, -1]
+    np.testing.assert_allclose(metrics["omega"], seen["omega"], rtol=1e-5)
+    of_row = np.abs(seen["omega"]).sum(axis=-1).reshape(-1)
+    np.testing.assert_allclose(low, of_row[1] + of_row[2], rtol=1e-5)
+    np.testing.assert_allclose(high, of_row[0], rtol=1e-5)
     unpacked = run(start, ladders("one", True), data)[1]["micro_exposure"]
     assert unpacked[0] > unpacked[1]
 
@@ -246,6 +252,7 @@ def test_a_thousand_jumps_trace_each_bucket_once_and_keep_every_budget(start, ba
             "exposure": total,
             "entropy": None,
             "bad": micro.completion_mask & False,
+            "omega": omega,
         }
         ratios = ratio_metrics(
             micro.logp_old, micro.logp_old, None, micro.advantages, micro.completion_mask

@@ -22,6 +22,8 @@ def test_every_living_row_lies_in_one_place_and_none_else(dead, micro_rows, seed
     assert (np.diff(exposures[placed] if by_exposure else placed) >= 0).all()
     assert not dead[made.index].any()  # a row that fills up is one that is evaluated anyway
     np.testing.assert_allclose(made.sums(exposures).sum(), exposures[~dead].sum(), rtol=1e-5)
+    for row, micro in enumerate(made.places()):
+        assert (micro == -1) == dead[row] and (dead[row] or row in made.index[micro])
     back = spread_rows(made, list(exposures[made.index]), np.zeros_like(exposures))
     np.testing.assert_array_equal(back, np.where(dead, 0, exposures))
 

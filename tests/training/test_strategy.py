@@ -10,11 +10,14 @@ import pytest
 from flax import nnx
 
 import hilore_jax as hl
+from hilore_jax.planning.fingerprint import fingerprint
 from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.menu import Entry
+from hilore_jax.training.abstract import training_update
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig, faults
 from hilore_jax.training.laddered import LadderedUpdate
+from hilore_jax.training.parts import check_model
 from hilore_jax.training.planned import gate_options
 from hilore_jax.training.step import init_state
 from hilore_jax.training.strategy import (
@@ -123,3 +126,24 @@ def test_a_gated_update_decodes_as_far_as_its_risk_allows(tmp_path, tiny):
         decoded[risk] = int(metrics["gate/decoded"])
         assert made.n_traces == 1
     assert decoded == {0.0: 0, 10.0: 2}
+
+
+def test_a_plan_for_another_model_or_batch_is_refused_before_anything_is_loaded(tmp_path, tiny):
+    shape = tiny().config
+    small = {"prompt_length": 9, "completion_length": 4, "micro_rows": 2}
+    update = training_update(shape, dataclasses.replace(CONFIG, **small))
+    blocks = update.blocks()
+    args = update.arguments((hl.Policy({}),) * 2)
+    made_for = fingerprint(blocks.fn, blocks.args, args, blocks=2)
+    config = dataclasses.replace(planned(tmp_path / "plan.json", fingerprint=made_for), **small)
+    check_model(config, shape)
+    with pytest.raises(ValueError, match="update arguments: planned for"):
+        check_model(dataclasses.replace(config, prompts=2 * config.prompts), shape)
+    with pytest.raises(ValueError, match="block arguments: planned for"):
+        check_model(config, dataclasses.replace(shape, d_ff=2 * shape.d_ff))
+    # Kernels and layouts of another platform cannot be compared with those here.
+    other = planned(tmp_path / "other.json", fingerprint=made_for, target="cuda:h200")
+    check_model(dataclasses.replace(other, **small, prompts=2 * other.prompts), shape)
+    three = planned(tmp_path / "three.json", fingerprint={"blocks": "3"}, target="cuda:h200")
+    with pytest.raises(ValueError, match="blocks: planned for 3; found 2"):
+        check_model(dataclasses.replace(three, **small), shape)

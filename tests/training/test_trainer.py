@@ -20,6 +20,7 @@ from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.plan import Plan
 from hilore_jax.training import checkpoint, trainer
 from hilore_jax.training.config import TrainConfig
+from hilore_jax.training.exposures import read_record, record_paths
 from hilore_jax.training.learner import Learner
 from hilore_jax.training.metrics import read_metrics
 from hilore_jax.training.report import kept_bytes
@@ -52,7 +53,10 @@ def config(tmp_path):
 def shared(parts):
     """(learner, parts, its first state), so that the update is compiled once for all tests."""
     built = parts()
-    learner = Learner(SETTINGS, built.model)
+    quick = hl.compiler_options() | {"xla_backend_optimization_level": 0}
+    with pytest.MonkeyPatch.context() as patch:  # the gradients that are only measured
+        patch.setattr("hilore_jax.training.strategy.compiler_options", lambda: quick)
+        learner = Learner(SETTINGS, built.model)
     start = jax.tree.map(jnp.copy, learner.state)
     return learner, built, start
 
@@ -118,6 +122,51 @@ def test_a_run_leaves_its_files_and_metrics(whole):
     recorded = json.loads((folder / "versions.json").read_text())
     assert {"python", "jax", "flax", "optax", "device", "policy"} <= set(recorded)
     assert checkpoint.steps(folder / "checkpoints") == [3]
+
+
+def test_the_first_update_is_recorded_with_what_its_tokens_were_exposed_to(whole, shared):
+    metrics, _, config = whole
+    (path,) = record_paths(Path(config.run_dir))
+    record = read_record(path)
+    assert record.step == 1 and record.group == (0,) * 4 + (1,) * 4
+    assert record.micro == record.group  # microbatches of four rows, as groups
+    assert sum(record.tokens) == metrics[0]["n_tokens"]
+    np.testing.assert_allclose(sum(record.exposure), metrics[0]["exposure"], rtol=1e-4)
+    by_micro = [sum(record.exposure[:4]), sum(record.exposure[4:])]
+    np.testing.assert_allclose(by_micro, metrics[0]["micro_exposure"], rtol=1e-4)
+    np.testing.assert_allclose(np.mean(record.reward), metrics[0]["reward"], rtol=1e-6)
+    tokenizer = shared[1].tokenizer
+    for one in record.sequences:
+        assert len(one.tokens) == len(one.omega) == record.tokens[one.row]
+        assert one.prompt.startswith("a") and len(one.prompt) <= config.prompt_length
+        assert tuple(tokenizer.decode([t]) for t in one.tokens) == one.pieces
+        own = np.abs(one.omega).sum()
+        np.testing.assert_allclose(own, record.exposure[one.row], rtol=1e-4, atol=1e-9)
+        # On policy and before the reference differs, omega is -A / N.
+        expected = -record.advantage[one.row] / sum(record.tokens)
+        np.testing.assert_allclose(one.omega, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_records_follow_their_setting_and_those_after_the_checkpoint_go(run, config):
+    every = dataclasses.replace(config, log_exposure_every=1)
+    run(dataclasses.replace(every, save_every=1), on_update=interrupt(signal.SIGINT, 2))
+    folder = Path(config.run_dir)
+    steps = lambda: [int(path.stem) for path in record_paths(folder)]  # noqa: E731
+    assert steps() == [1, 2]
+    (record_paths(folder)[-1]).rename(folder / "exposure" / "00000003.json")
+    run(dataclasses.replace(config, resume=True, log_exposure_every=0))
+    assert steps() == [1]
+
+
+def test_measured_errors_are_metrics_and_change_nothing_else(run, whole, config):
+    metrics, params, _ = whole
+    done = run(dataclasses.replace(config, measure_error_every=2))
+    assert ["gradient_error" in line for line in done.metrics] == [True, False, True]
+    assert all(1e-4 < done.metrics[i]["gradient_error"] < 0.1 for i in (0, 2))
+    assert "predicted_error" not in done.metrics[0]  # a policy that was spelled has no risk
+    plain = [{k: v for k, v in m.items() if k != "gradient_error"} for m in done.metrics]
+    assert untimed(plain) == untimed(metrics)
+    jax.tree.map(np.testing.assert_array_equal, done.state.params, params)
 
 
 def test_kept_bytes_are_those_of_all_blocks_by_action(whole, shared):

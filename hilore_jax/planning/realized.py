@@ -1,0 +1,67 @@
+"""How far a planned gradient is from the exact one, and how far its risks said it would be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hilore_jax.compiler import compiler_options
+from hilore_jax.planning.allocate import total_risk
+from hilore_jax.planning.plan import Plan
+
+
+def relative_error(planned: Any, exact: Any) -> float:
+    """The relative error of an update's gradient (HiLoRe, arXiv 2609.33570).
+
+        ||g_L - g|| / ||g||
+
+    Args:
+        planned: g_L, the gradient of a complete update under a plan, after reduction and before
+            clipping; a tree of arrays.
+        exact: g, the same with everything recomputed.
+
+    Returns:
+        The error; not a number where the exact gradient is 0.
+
+    Example:
+        >>> relative_error({"w": jnp.array([3.0, 4.5])}, {"w": jnp.array([3.0, 4.0])})
+        0.1
+    """
+    norm = gradient_norm(exact)
+    return gradient_distance(planned, exact) / norm if norm else math.nan
+
+
+def gradient_norm(tree: Any) -> float:
+    """The norm of all leaves together, float32."""
+    return float(_root(tree, None))
+
+
+def gradient_distance(tree: Any, other: Any) -> float:
+    """The norm of the difference of two trees, float32."""
+    return float(_root(tree, other))
+
+
+def predicted_error(plan: Plan, exposures: Sequence[float] | Any) -> float:
+    """The plan's risk for an update with these microbatches: risks grow with exposure.
+
+    Args:
+        plan: a plan; without calibrated risks its own risk is returned as it is.
+        exposures: of the update's microbatches.
+    """
+    if plan.exposure is None:
+        return plan.risk
+    parts = [plan.risk * float(e) / plan.exposure for e in exposures]
+    return total_risk(parts, paper=plan.paper)
+
+
+def _root(tree: Any, other: Any) -> Any:
+    def root(tree: Any, other: Any) -> Any:
+        others = [0.0] * len(jax.tree.leaves(tree)) if other is None else jax.tree.leaves(other)
+        pairs = zip(jax.tree.leaves(tree), others, strict=True)
+        return jnp.sqrt(sum(jnp.sum((a.astype(jnp.float32) - b) ** 2) for a, b in pairs))
+
+    return jax.jit(root, compiler_options=compiler_options())(tree, other)

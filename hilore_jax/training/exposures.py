@@ -1,0 +1,193 @@
+"""Records of some updates' sequences: tokens, coefficients, groups and microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from hilore_jax.grpo import exposure
+from hilore_jax.training.experience import Experience, TextTokenizer
+
+FOLDER = "exposure"  # in the run folder, a file an update
+# What bounds a record's size, and that of the folder (about 20 MB at the most).
+SEQUENCES, TOKENS, PROMPT, RECORDS = 16, 1024, 2000, 50
+_SCHEMA = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Coefficients:
+    """What an update made of its rows.
+
+    Attributes:
+        omega: `d loss / d logp` of each token, 0 of those that are not optimized.
+        micro: the microbatch of each row; -1 of rows that were left out.
+    """
+
+    omega: Float[np.ndarray, "rows completion"]
+    micro: Int[np.ndarray, "rows"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One completion, token by token.
+
+    Attributes:
+        row: which of the update's rows.
+        prompt: its end.
+        tokens: ids of the optimized tokens, the first ones of a long completion.
+        pieces: the text of each.
+        omega: the coefficient of each.
+    """
+
+    row: int
+    prompt: str
+    tokens: tuple[int, ...]
+    pieces: tuple[str, ...]
+    omega: tuple[float, ...]
+
+    def profile(self, total: float) -> Float[np.ndarray, "tokens"]:
+        """Exposure `E_s = sum_{t >= s} |omega_t|` of the state at each token.
+
+        Args:
+            total: the row's exposure, tokens that are not recorded included.
+
+        Example:
+            >>> sequence = Completion(0, "", (5, 6), ("a", "b"), (0.5, -0.25))
+            >>> sequence.profile(1.0).tolist()
+            [1.0, 0.5]
+        """
+        if not self.omega:
+            return np.zeros(0, np.float32)
+        found = np.asarray(exposure(np.asarray(self.omega, np.float32), profile=True))
+        return found + max(0.0, total - float(found[0]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """An update's rows, and its most exposed sequences in full.
+
+    Attributes:
+        step: the update, from 1.
+        group: of each row, as all tuples below: which prompt.
+        micro: its microbatch; -1 for a row that was left out.
+        reward: of its completion.
+        advantage: of the row.
+        exposure: sum of |omega| over its tokens.
+        tokens: its optimized tokens.
+        sequences: the most exposed first.
+    """
+
+    step: int
+    group: tuple[int, ...]
+    micro: tuple[int, ...]
+    reward: tuple[float, ...]
+    advantage: tuple[float, ...]
+    exposure: tuple[float, ...]
+    tokens: tuple[int, ...]
+    sequences: tuple[Completion, ...]
+
+
+def make_record(
+    step: int,
+    experience: Experience,
+    advantages: Float[np.ndarray, "rows"],
+    found: Coefficients,
+    tokenizer: TextTokenizer,
+) -> Record:
+    """The record of one update.
+
+    Args:
+        step: the update, from 1.
+        experience: its rows.
+        advantages: of each row.
+        found: the update's coefficients.
+        tokenizer: decodes the sequences that are kept in full.
+    """
+    rows, group = len(experience.tokens), experience.rewards.shape[1]
+    totals = np.asarray(exposure(found.omega, experience.completion_mask, per_row=True))
+    width = experience.completion_mask.shape[1]
+
+    def completion(row: int) -> Completion:
+        at = np.flatnonzero(experience.completion_mask[row])[:TOKENS]
+        ids = [int(i) for i in experience.tokens[row, -width:][at]]
+        prompt = experience.tokens[row, :-width][experience.attention_mask[row, :-width]]
+        return Completion(
+            row,
+            tokenizer.decode(prompt.tolist())[-PROMPT:],
+            tuple(ids),
+            tuple(tokenizer.decode([i]) for i in ids),
+            tuple(_short(w) for w in found.omega[row][at]),
+        )
+
+    order = np.argsort(-totals, kind="stable")[:SEQUENCES]
+    return Record(
+        step,
+        tuple(row // group for row in range(rows)),
+        tuple(int(m) for m in found.micro),
+        tuple(float(r) for r in experience.rewards.reshape(-1)),
+        tuple(_short(a) for a in advantages.reshape(-1)),
+        tuple(_short(e) for e in totals),
+        tuple(int(n) for n in experience.completion_mask.sum(axis=1)),
+        tuple(completion(int(row)) for row in order),
+    )
+
+
+def write_record(run_dir: Path, record: Record) -> None:
+    """Writes a record into the run folder; of many the newest stay, and the first."""
+    folder = run_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record.step:08d}.json"
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(json.dumps({"schema": _SCHEMA, **dataclasses.asdict(record)}))
+    os.replace(fresh, path)
+    for old in record_paths(run_dir)[1 : 1 - RECORDS]:
+        old.unlink()
+
+
+def drop_records(run_dir: Path, step: int) -> None:
+    """Removes records of updates after `step`, which a resumed run does again."""
+    for path in record_paths(run_dir):
+        if int(path.stem) > step:
+            path.unlink()
+
+
+def record_paths(run_dir: Path) -> list[Path]:
+    """The records of a run folder, oldest first."""
+    return sorted((run_dir / FOLDER).glob("[0-9]*.json"))
+
+
+def read_record(path: Path) -> Record:
+    """Reads what `write_record` wrote.
+
+    Raises:
+        ValueError: a damaged file, or one of another version.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found.pop("schema") != _SCHEMA:
+            raise ValueError("it was written by another version")
+        kept = found.pop("sequences")
+        lists: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, list) else v for name, v in found.items()
+        }
+        return Record(**lists, sequences=tuple(_completion(one) for one in kept))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a record of exposures ({error}); remove it, and train again with "
+            "--log-exposure-every to have another"
+        ) from error
+
+
+def _completion(values: dict[str, Any]) -> Completion:
+    lists = ("tokens", "pieces", "omega")
+    return Completion(**{**values, **{name: tuple(values[name]) for name in lists}})
+
+
+def _short(value: Any) -> float:
+    return float(f"{float(value):.6g}")

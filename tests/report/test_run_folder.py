@@ -1,0 +1,50 @@
+"""What is read of a run folder, and what is said where it is not there."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from hilore_jax.report.run_folder import explore, heat_of, visible
+
+
+def test_the_last_record_is_looked_at_or_the_one_asked_for(run_folder):
+    run = explore(run_folder)
+    assert run.record.step == 3 and run.recorded == (1, 3)
+    assert explore(str(run_folder), 1).record.step == 1
+    assert run.title == "tiny, count, a.json"
+    assert run.steps.tolist() == [1, 2, 3, 4]
+    np.testing.assert_array_equal(run.series("gradient_error"), [0.005, np.nan, 0.015, np.nan])
+    np.testing.assert_array_equal(run.micro_exposures(), [[1, 2, 3, 4], [2, np.nan, 2, np.nan]])
+    with pytest.raises(ValueError, match=r"update 2 was not recorded; recorded are \[1, 3\]"):
+        explore(run_folder, 2)
+
+
+def test_numbers_that_were_not_finite_are_left_out(make_run, tmp_path):
+    run = explore(make_run(tmp_path / "run", gradient_error=None, micro_exposure=[None]))
+    assert np.isnan(run.series("gradient_error")).all()
+    assert np.isnan(run.micro_exposures()).all()
+
+
+def test_a_folder_without_records_names_the_remedy(run_folder, tmp_path):
+    shutil.rmtree(run_folder / "exposure")
+    with pytest.raises(ValueError, match=r"no record of exposures.*--resume --log-exposure-every"):
+        explore(run_folder)
+    with pytest.raises(ValueError, match=r"is no run folder.*--run-dir"):
+        explore(tmp_path / "nothing")
+
+
+def test_heat_is_the_states_or_the_tokens(run_folder):
+    run = explore(run_folder)
+    (row, pieces, heat), (other, short, _) = heat_of(run, "state", 5)
+    assert (row, other) == (3, 0)
+    # 13 tokens of 2/13 each: a state is read by its own token and all after it.
+    np.testing.assert_allclose(heat, 2 * np.arange(13, 0, -1) / 13, rtol=1e-6)
+    assert pieces[4] == "⏎" and pieces[-1] == "<12>" and short[-1] == "\\x1b[31m"
+    (_, _, own), *rest = heat_of(run, "token", 1)
+    np.testing.assert_allclose(own, np.full(13, 2 / 13), rtol=1e-6)
+    assert not rest
+
+
+def test_what_a_terminal_would_act_on_is_shown_instead():
+    assert visible("\r\x07é中") == "\\r\\x07é中"
