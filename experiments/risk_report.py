@@ -98,7 +98,7 @@ def _at(points: Sequence[tuple[float, ...]], error: float) -> float | None:
     x = math.log(error) if error > 0 else -math.inf
     if not known or not known[0][0] <= x <= known[-1][0]:
         return None
-    return float(np.interp(x, *zip(*known, strict=True)))
+    return float(np.interp(x, [e for e, _ in known], [share for _, share in known]))
 
 
 def table(found: dict[str, Any]) -> str:

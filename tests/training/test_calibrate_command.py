@@ -101,7 +101,8 @@ def test_measured_turns_start_from_the_weights_in_each_plans_stacks(graded, monk
     batch = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), update.arguments(policies)[1])
     data = Measured(graphdef, state.params, state.frozen, (batch,))
     monkeypatch.setattr(accept_command, "profile_plan", lambda *args, **how: (args, how))
-    (fn, arguments, plans), how = accept_command.profiler(update, data, 3)({"a": policies})
+    found: Any = accept_command.profiler(update, data, 3)({"a": policies})
+    (fn, arguments, plans), how = found
     assert (fn, plans, how) == (update, {"a": policies}, {"repeats": 3})
     made = arguments(policies)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made)
