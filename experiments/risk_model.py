@@ -7,9 +7,9 @@ its own. Then plans of complete updates: by risk, each microbatch by its exposur
 of the decoded tensors alone, which knows neither kappa nor exposure. Both from the same menu within
 the same bytes; the second's threshold is the one at which the same error is predicted for both.
 
-    hilore calibrate --out calibration.json
-    python experiments/risk_model.py --calibration calibration.json    # 274 gradients; resumes
-    python experiments/risk_model.py --quick                           # a tiny random model
+    hilore calibrate --out experiments/results/calibration_smollm2.json
+    python experiments/risk_model.py          # 274 gradients; resumes
+    python experiments/risk_model.py --quick  # a tiny random model
 """
 
 from __future__ import annotations
@@ -195,6 +195,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = "runs/risk_model_quick.json" if settings.quick else "results/risk_model.json"
     out = Path(settings.out or (name if settings.quick else Path(__file__).parent / name))
     out.parent.mkdir(parents=True, exist_ok=True)
+    if not settings.calibration:
+        beside = Path(__file__).parent / "results" / "calibration_smollm2.json"
+        given = out.with_suffix(".calibration.json") if settings.quick else beside
+        settings = dataclasses.replace(settings, calibration=str(given))
     settings, parts = prepare(settings)
     study = Study(settings, parts)
     given = {

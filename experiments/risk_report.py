@@ -29,8 +29,8 @@ def summary(
 ) -> dict[str, Any]:
     """How well errors are predicted, and what each planner recomputes at the same one.
 
-    `norm` is the calibration's mean norm of an update's gradient, `bias` its joint policies'
-    measured over predicted error.
+    `norm` is the calibration's mean norm of an update's gradient, `bias` the factor
+    of joint policies that predictions have.
     """
     groups = {"all": trials} | {
         name: [row for row in trials if row["real"] is real]
@@ -55,7 +55,7 @@ def summary(
                 for p, of in predictors.items()
             },
             "above_prediction": statistics.fmean(r > 1 for r in ratios),
-            "above_prediction_times_bias": statistics.fmean(r > bias for r in ratios),
+            "above_prediction_without_bias": statistics.fmean(r * bias > 1 for r in ratios),
             "measured_over_predicted": [float(q) for q in np.quantile(ratios, (0.05, 0.5, 0.95))],
         }
     points = {planner: _points(updates, planner) for planner in planners}
@@ -98,7 +98,7 @@ def _at(points: Sequence[tuple[float, ...]], error: float) -> float | None:
     x = math.log(error) if error > 0 else -math.inf
     if not known or not known[0][0] <= x <= known[-1][0]:
         return None
-    return float(np.interp(x, *zip(*known, strict=True)))
+    return float(np.interp(x, [e for e, _ in known], [share for _, share in known]))
 
 
 def table(found: dict[str, Any]) -> str:

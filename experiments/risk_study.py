@@ -35,8 +35,9 @@ PLANNERS = "by risk", "by tensor error"
 class Settings(RolloutConfig):
     """Predicted against measured gradient error."""
 
-    calibration: str = "calibration.json"
-    """File that `hilore calibrate` wrote for this model and batch."""
+    calibration: str = ""
+    """File that `hilore calibrate` wrote for this model and batch; when empty,
+    `results/calibration_smollm2.json` beside this script, or for a quick run one of its own."""
     updates: int = 2
     """Complete held-out updates."""
     first: int = 2_000_000
@@ -100,7 +101,8 @@ class Study:
     def _menu(self) -> None:
         """The menu of exact and measured entries, and each one's place in `entries`."""
         target, blocks = parse_target("cpu"), self.blocks
-        codecs = dict.fromkeys(p[name] for p in self.entries for name in p.names(hl.Compress))
+        used = [action for p in self.entries for _, action in p.actions]
+        codecs = dict.fromkeys(action for action in used if isinstance(action, hl.Compress))
         how = {"risks": default_risk, "target": target, "argnums": blocks.argnums}
         menu = block_menu(blocks.fn, *blocks.args, codecs=tuple(codecs), **how)
         found, _ = calibrated_menu(menu, blocks, target, self.calibration, 1.0)
@@ -111,8 +113,9 @@ class Study:
         places |= {distortion(hl.Policy({}), traced): 0}
         self.places = [places[distortion(entry.policy, traced)] for entry in self.menu]
         # As much as compression needs to leave nothing, or least, to recompute.
-        least = min(e.flops for e in self.menu)
-        self.memory = blocks.count * min(e.nbytes for e in self.menu if e.flops == least)
+        lossy = [e for e, place in zip(self.menu, self.places, strict=True) if place]
+        least = min(e.flops for e in lossy)
+        self.memory = blocks.count * min(e.nbytes for e in lossy if e.flops == least)
 
     def _exposures(self) -> list[tuple[Any, float, bool]]:
         """Microbatches to try policies on: with their exposure, and whether they are real."""
@@ -151,7 +154,7 @@ class Study:
                 index[rng.permutation(count)[:size]] = rng.integers(1, risks.shape[1], size)
                 index *= usable[np.arange(count), index]
                 if index.any():
-                    off = abs(math.log(self.predicted(index, exposure) / wanted))
+                    off = abs(math.log(self.predicted(index.tolist(), exposure) / wanted))
                     best = min(best, (off, tuple(index.tolist())))
             step = max(1, n // self.settings.each)
             yield (

@@ -275,3 +275,19 @@ def cudnn_attention_backward(
         (d_out, None),
     )
     return tuple(grads[:3])
+
+
+def varying_like(x: jax.Array, tree: Any) -> jax.Array:
+    """`x`, typed as differing between the devices of a `jax.shard_map` where a leaf of `tree` does.
+
+    A function's derivative rule may not return cotangents that differ for an argument that does
+    not; and what a function returns must agree with the cotangents that it is handed. Outside of
+    `shard_map`, and without its `check_vma`, nothing happens.
+    """
+
+    def axes(leaf: Any) -> frozenset[str]:
+        aval: Any = jax.typeof(leaf)
+        return aval.mat.varying
+
+    wanted = frozenset().union(*map(axes, jax.tree.leaves(tree))) - axes(x)
+    return jax.lax.pcast(x, tuple(sorted(wanted)), to="varying") if wanted else x

@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
+from hilore_jax import tracing
 from hilore_jax.grpo.checks import at_least_float32, check_number, is_concrete
 from hilore_jax.grpo.vocabulary import LogitInputs, Settings, forward, plain, recomputing_backward
 from hilore_jax.remat import is_disabled
@@ -104,6 +105,8 @@ def token_logprobs(
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature).astype(dtype))
     settings = Settings(min(size, seq), entropy)
     # Forward mode cannot pass a custom VJP; inside `hilore_jax.disabled()` nothing needs one.
+    hidden = tracing.varying_like(hidden, (unembedding, targets))
+    unembedding = tracing.varying_like(unembedding, hidden)
     arguments = (settings, hidden, unembedding, targets, temperature)
     if is_disabled():
         logp, entropies = plain(*arguments)

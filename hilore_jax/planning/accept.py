@@ -1,6 +1,7 @@
 """`accept`: a plan is used once complete updates have shown that it keeps both budgets."""
 
 import dataclasses
+import functools
 import logging
 import math
 import statistics
@@ -8,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hilore_jax.actions import Policy
+from hilore_jax.planning.leave_out import Profiler, without_idle_entries
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.realized import gradient_distance, gradient_norm, predicted_error
@@ -29,7 +31,7 @@ class Acceptance:
         peak: compiled, bytes.
         errors: relative gradient error of each update, after reduction and before clipping.
         predicted: by the plan's risks, for the same updates; mean.
-        removed: names that were taken out of policies because they did not pay.
+        removed: names and policies that were taken out because they did not pay.
     """
 
     accepted: bool
@@ -52,6 +54,7 @@ def accept(
     *,
     peak: Callable[[tuple[Policy, ...]], int] | None = None,
     entry: Callable[[Policy], Entry] | None = None,
+    profile: Profiler | None = None,
     limit: float = LIMIT,
 ) -> Plan:
     """Tries a plan on complete held-out updates (HiLoRe, arXiv 2609.33570, acceptance).
@@ -59,7 +62,8 @@ def accept(
         accepted:  peak <= M  and  mean_u ||g_L - g|| / ||g|| <= 0.015
 
     Then each name of each policy is left out in turn; where backward is no slower without it, it
-    goes, and what is left is tried again.
+    goes. So does each policy whose blocks might as well recompute everything, where complete
+    updates can be measured. What is left is tried again.
 
     Args:
         plan: the plan.
@@ -67,7 +71,9 @@ def accept(
             after reduction and before clipping, and the exposure of each microbatch.
         updates: held out: not those of the calibration.
         peak: compiled peak of policies, bytes; None: the plan's own, compiled when it was made.
-        entry: figures of a block's policy; None: nothing is left out.
+        entry: figures of a block's policy; None: no name is left out.
+        profile: measures complete updates under policies, see
+            `hilore_jax.planning.leave_out.without_idle_entries`; None: no policy is left out.
         limit: mean relative gradient error that is accepted.
 
     Returns:
@@ -97,14 +103,19 @@ def accept(
         return _judged(made, highest, tuple(found), predicted, limit, removed)
 
     result = tried(plan)
-    if result.accepted and entry is not None:
-        shorter, removed = _without_idle_names(plan, entry)
+    ways: list[Callable[[Plan], tuple[Plan, tuple[str, ...]]]] = []
+    if entry is not None:
+        ways.append(functools.partial(_without_idle_names, entry=entry))
+    if profile is not None:
+        ways.append(functools.partial(without_idle_entries, profile=profile))
+    for way in ways if result.accepted else ():
+        shorter, removed = way(plan)
         if removed:
-            again = tried(shorter, removed)
+            again = tried(shorter, (*result.removed, *removed))
             if again.accepted:
                 plan, result = shorter, again
             else:
-                _LOG.warning("names that do not pay stay in the plan: %s", again.reason)
+                _LOG.warning("what does not pay stays in the plan: %s", again.reason)
     found = {**dataclasses.asdict(result), "error": result.error, "limit": limit}
     return dataclasses.replace(plan, accepted=result.accepted, acceptance=found)
 

@@ -10,15 +10,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
+from hilore_jax.models.restack import restack
 from hilore_jax.planning.accept import LIMIT, accept
 from hilore_jax.planning.backward import block_program
 from hilore_jax.planning.cost import Roofline
+from hilore_jax.planning.leave_out import Profiler
 from hilore_jax.planning.memory import compiled_memory
 from hilore_jax.planning.menu import Entry
-from hilore_jax.planning.plan import Plan
+from hilore_jax.planning.plan import Plan, runs
+from hilore_jax.planning.profile import profile_plan
 from hilore_jax.planning.target import parse_target
 from hilore_jax.training.abstract import AbstractUpdate, check_plan, training_update
 from hilore_jax.training.batch import Batch
@@ -27,6 +31,7 @@ from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.gradients import add_gradients, make_micro_gradients, zero_gradients
 from hilore_jax.training.parts import Parts, load_parts
 from hilore_jax.training.rollouts import Measured, real_updates
+from hilore_jax.training.step import TrainState, init_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,9 @@ class AcceptOptions(RolloutConfig):
     """Position in the task's stream to begin at, far from what was calibrated or trained on."""
     limit: float = LIMIT
     """Mean relative gradient error that is accepted."""
+    measure: int = 0
+    """Turns of measured complete updates that say which of the plan's policies pay; 0 for none.
+    Only on the device that the plan is for."""
     out: str = ""
     """File to write instead."""
 
@@ -61,7 +69,15 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> Plan:
     training = config.training()
     if config.updates < 1:
         raise ValueError(f"--updates {config.updates}: expected at least one complete update")
+    if config.measure < 0:
+        raise ValueError(f"--measure {config.measure}: expected a number of turns >= 0")
     made = Plan.load(config.plan)
+    platform = parse_target(made.target).platform
+    if config.measure and {"cuda": "gpu"}.get(platform, platform) != jax.default_backend():
+        raise ValueError(
+            f"--measure: the plan is for {made.target}, here is {jax.default_backend()}. Measure "
+            "where it will run."
+        )
     parts = load_parts(training) if parts is None else parts
     update = training_update(parts.model.config, training)
     blocks = update.blocks()
@@ -85,6 +101,7 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> Plan:
         data.updates,
         peak=functools.partial(compiled_peak, update, made.target) if here else None,
         entry=entry if modelled else None,
+        profile=profiler(update, data, config.measure) if config.measure else None,
         limit=config.limit,
     )
     made.save(config.out or config.plan)
@@ -100,6 +117,18 @@ def compiled_peak(update: AbstractUpdate, target: str, policies: tuple[Policy, .
     bound = functools.partial(update, policies)
     arguments = update.arguments(policies)
     return compiled_memory(bound, *arguments, target=parse_target(target), donate=(0,)).peak
+
+
+def profiler(update: AbstractUpdate, data: Measured, turns: int) -> Profiler:
+    """Measures the first update under several policies, from the same weights, in turns."""
+    model = nnx.merge(data.graphdef, data.params, data.frozen)
+
+    def arguments(policies: tuple[Policy, ...]) -> tuple[TrainState, Batch]:
+        lengths = tuple(n for _, n in runs(policies))
+        state = init_state(restack(model, lengths), update.optimizer, jax.random.key(0))[1]
+        return jax.tree.map(jnp.copy, state), data.updates[0]
+
+    return functools.partial(profile_plan, update, arguments, repeats=turns)
 
 
 def update_gradients(data: Measured, config: TrainConfig):

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Num
 
+from hilore_jax import tracing
 from hilore_jax.actions import Compress
 from hilore_jax.gate import gated_blocks
 from hilore_jax.gate_rule import choose_flags, share_of_budget
@@ -120,7 +121,7 @@ def make_gated_gradients(
             logp, nats = logp if isinstance(logp, tuple) else (logp, None)
             return (logp, token), nats
 
-        token = varying_like(jnp.zeros(blocks, jnp.float32), micro)
+        token = tracing.varying_like(jnp.zeros(blocks, jnp.float32), micro)
         (logp, _), pull, nats = jax.vjp(forward, params, token, has_aux=True)
         mask = micro.completion_mask
         terms = (logp, micro.logp_old, micro.logp_ref, micro.advantages, mask)
@@ -148,15 +149,6 @@ def _check(coefficients: Any, seconds: Any, risk: Any) -> None:
         )
     if not isinstance(risk, Tracer) and not float(risk) >= 0:
         raise ValueError(f"risk is {risk}; expected R >= 0, where 0 means no compression at all")
-
-
-def varying_like(x: jax.Array, tree: Any) -> jax.Array:
-    """`x` typed as differing between the devices of a `shard_map` wherever the tree's leaves do.
-
-    What a function returns and the cotangents that are handed back must agree in that.
-    """
-    axes = {a for leaf in jax.tree.leaves(tree) for a in getattr(jax.typeof(leaf), "vma", ())}
-    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
 def gated_metrics(grads: nnx.State, seen: dict[str, Any], *, paper: bool = False) -> Metrics:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.sharding import Mesh, PartitionSpec
 
 import hilore_jax as hl
 from hilore_jax.grpo import token_logprobs
@@ -296,3 +297,23 @@ def test_narrow_targets_are_counted_in_wide_integers(dtype, vocab):
         value_and_grad(targets.astype(dtype)), value_and_grad(targets), strict=True
     ):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.newest
+def test_the_head_of_rows_on_two_devices_is_one():
+    rng = np.random.default_rng(0)
+    hidden, head = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((4, 3, 8), (11, 8)))
+    targets = jnp.asarray(rng.integers(0, 11, (4, 3)))
+
+    def gradients(hidden, head, targets):
+        loss = lambda h, w: jnp.sum(jnp.sin(token_logprobs(h, w, targets)))  # noqa: E731
+        return jax.grad(loss, argnums=(0, 1))(hidden, head)
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    mapped = jax.shard_map(
+        gradients, mesh=mesh, in_specs=(rows, whole, rows), out_specs=(rows, whole)
+    )
+    want = gradients(hidden, head, targets)
+    for found, expected in zip(mapped(hidden, head, targets), want, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

@@ -4,16 +4,19 @@ import dataclasses
 from typing import Any
 
 import jax
+import optax
 import pytest
 
 import hilore_jax as hl
 from hilore_jax.planning.plan import Plan
+from hilore_jax.training import accept_command
 from hilore_jax.training.abstract import training_update
 from hilore_jax.training.accept_command import AcceptOptions, run_accept
 from hilore_jax.training.calibrate_command import CalibrateConfig, run_calibrate
 from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.planned import run_policies
-from hilore_jax.training.rollouts import real_updates
+from hilore_jax.training.rollouts import Measured, real_updates
+from hilore_jax.training.step import init_state
 
 SIZES: Any = {
     "prompts": 1,
@@ -88,3 +91,26 @@ def test_settings_are_checked_before_sampling(tmp_path):
         run_calibrate(CalibrateConfig(group=1))
     with pytest.raises(ValueError, match=r"plan 'none.json' is not a file"):
         check(TrainConfig(plan="none.json", run_dir=str(tmp_path)))
+
+
+def test_measured_turns_start_from_the_weights_in_each_plans_stacks(graded, monkeypatch, tmp_path):
+    config = AcceptOptions(**SIZES, plan="plan.json").training()
+    update = training_update(graded.model.config, config)
+    graphdef, state = init_state(graded.model, optax.identity(), jax.random.key(0))
+    policies = (hl.parse_policy(UP), hl.Policy({}))
+    batch = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), update.arguments(policies)[1])
+    data = Measured(graphdef, state.params, state.frozen, (batch,))
+    monkeypatch.setattr(accept_command, "profile_plan", lambda *args, **how: (args, how))
+    found: Any = accept_command.profiler(update, data, 3)({"a": policies})
+    (fn, arguments, plans), how = found
+    assert (fn, plans, how) == (update, {"a": policies}, {"repeats": 3})
+    made = arguments(policies)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made)
+    assert shapes == update.arguments(policies)
+    # One stack for each policy, of the model's own weights; a turn may consume them.
+    jax.tree.map(lambda x: x.delete(), made[0])
+    assert len(jax.tree.leaves(made[0].params)) > len(jax.tree.leaves(state.params))
+    assert all(bool(jax.numpy.isfinite(x).all()) for x in jax.tree.leaves(state.params))
+    planned = AcceptOptions(**SIZES, plan=str(tmp_path / "none.json"), measure=-1)
+    with pytest.raises(ValueError, match="--measure -1: expected a number of turns >= 0"):
+        run_accept(planned)

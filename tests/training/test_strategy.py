@@ -89,9 +89,12 @@ def test_the_gate_reads_risks_by_exposure_from_a_calibrated_plan(tmp_path):
     options = gate_options(hl.Plan.load(config.plan))
     np.testing.assert_allclose(options["coefficients"], [0.004, 0.008])
     np.testing.assert_allclose(options["seconds"], [2e-3, 2e-3])
+    assert options["paper"] is False
+    linear = planned(tmp_path / "paper.json", paper=True)
+    assert gate_options(hl.Plan.load(linear.plan))["paper"] is True
 
 
-@pytest.mark.parametrize("changes", [{"block_risks": None}, {"exposure": 0.0}, {"paper": True}])
+@pytest.mark.parametrize("changes", [{"block_risks": None}, {"exposure": 0.0}])
 def test_a_plan_without_such_risks_cannot_be_gated(tmp_path, tiny, changes):
     config, model = planned(tmp_path / "plan.json", **changes), tiny()
     with pytest.raises(ValueError, match="needs risks measured by exposure"):
