@@ -99,8 +99,6 @@ class Search:
         self._left = compilations
         fastest = self._choose(sum(max(e.nbytes for e in self.menu) for _ in range(self.count)))
         most = self.kept(fastest)
-        if most and self._over(fastest) <= self._margin(fastest):
-            self._fits(_neighbour(fastest))  # then there is something to predict its peak from
         fits = self._fits(fastest)
         if fastest in self.done and most:
             above = self.done[fastest].peak - self.gc.peak
@@ -225,16 +223,6 @@ def describe(policies: Sequence[Policy]) -> str:
         '3 x gc'
     """
     return "; ".join(f"{n} x {policy}" for policy, n in runs(policies))
-
-
-def _neighbour(policies: Policies) -> Policies:
-    """The same entries, one block of the largest run given to the next largest, or recomputed."""
-    lengths = runs(policies)
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i][1])
-    if len(lengths) == 1:
-        return (Policy({}), *policies[1:])
-    change = {order[0]: -1, order[1]: 1}
-    return tuple(p for i, (p, n) in enumerate(lengths) for _ in range(n + change.get(i, 0)))
 
 
 def _power_of_two(least: float) -> int:
