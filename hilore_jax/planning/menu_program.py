@@ -13,7 +13,6 @@ so that, for fixed actions, the least solution is what `graph.recomputed` comput
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,17 +20,11 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from hilore_jax.actions import Compress, Policy
+from hilore_jax.actions import Compress, Policy, Recompute
 from hilore_jax.planning.graph import Graph, recomputed
 from hilore_jax.planning.options import Option
 
-# HiGHS's tolerances are absolute: 1e-6 for rows, values and the objective's gap. So a budget's row
-# is scaled by the budget, and all seconds together are so many that ties are still seen.
-_ROW = 1e3
-_SECONDS = 1e6
-_TIE = 1e-6  # of all seconds: less than that yields to bytes, then to risk
-
-Row = tuple[dict[int, float], float]  # sum of coefficient x >= bound
+_TIE = 1e-6  # of the largest seconds: less than that yields to bytes, then to risk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,22 +48,17 @@ class MenuProgram:
         self, graph: Graph, seconds: Sequence[float], options: Mapping[str, Sequence[Option]]
     ):
         self._graph = graph
-        self._options = dict(options)
+        self._options = {name: [Option(Recompute(), (), ()), *options[name]] for name in options}
         self._index: dict[tuple, int] = {}
         self._binary: list[int] = []
         self._lower: list[float] = []
-        self._taints: dict[int, int] = {}  # of values; a light equation hands its inputs' on
-        self._rows: list[Row] = []
+        self._rows: list[tuple[dict[int, float], float]] = []  # sum of coefficient x >= bound
         self._cost: dict[int, float] = {}
         self._bytes: dict[int, int] = {}
         self._squared: dict[int, float] = {}
         self._maybe = self._possibly_tainted()
         self._relevant = recomputed(graph, Policy({}))
         self._actions()
-        for node in graph.nodes:
-            for value in node.reads:
-                need = self._need_exact(value) if node.kind == "choice" else self._need(value)
-                self._lower[need] = 1.0
         for place in range(len(graph.nodes)):
             self._node(place, float(seconds[place]))
         self._finish()
@@ -86,19 +74,23 @@ class MenuProgram:
             cuts: what the policy must improve on.
         """
         size, n_cuts = len(self._lower), len(cuts)
-        upper: Any = np.ones(size + n_cuts)
         rows = list(self._rows)
-        for k, cut in enumerate(cuts):
-            rows += self._cut(size + k, cut)
+        top_bytes, top_squared = self._tops
         if np.isfinite(nbytes):
-            whole = nbytes // self._unit * self._unit
-            rows += _budget(self._bytes, whole, self._unit / 2, upper)
+            rows.append((_scaled(self._bytes, -1 / top_bytes), -nbytes / top_bytes - 1e-9))
         if np.isfinite(squared):
-            rows += _budget(self._squared, squared, squared * 1e-6, upper)
+            rows.append((_scaled(self._squared, -1 / top_squared), -squared / top_squared - 1e-9))
+        for k, cut in enumerate(cuts):
+            # Its binary says which of the two is improved on.
+            less = _scaled(self._bytes, -1 / top_bytes)
+            rows.append(({**less, size + k: 2.0}, -(cut.nbytes - 0.5) / top_bytes))
+            safer = _scaled(self._squared, -1 / top_squared)
+            rows.append(({**safer, size + k: -2.0}, -cut.squared / top_squared + 1e-5 - 2.0))
         matrix, bounds = _sparse(rows, size + n_cuts)
+        lower: Any = np.array([*self._lower, *[0.0] * n_cuts])
+        upper: Any = np.ones(size + n_cuts)
         integral = np.zeros(size + n_cuts)
         integral[[*self._binary, *range(size, size + n_cuts)]] = 1
-        lower: Any = np.array([*self._lower, *[0.0] * n_cuts])
         found = milp(
             np.concatenate([self._objective, np.zeros(n_cuts)]),
             integrality=integral,
@@ -114,6 +106,7 @@ class MenuProgram:
                 for name, options in self._options.items()
                 for k, option in enumerate(options)
                 if found.x[self._index["action", name, k]] > 0.5
+                and not isinstance(option.action, Recompute)
             }
         )
 
@@ -138,6 +131,9 @@ class MenuProgram:
     def _need_exact(self, value: int) -> int:
         return self._var("exact", value) if value in self._maybe else self._need(value)
 
+    def _taint(self, value: int) -> int | None:
+        return self._var("taint", value) if value in self._maybe else None
+
     def _possibly_tainted(self) -> set[int]:
         found: set[int] = set()
         for node in self._graph.nodes:
@@ -153,12 +149,17 @@ class MenuProgram:
         for name, options in self._options.items():
             chosen = [self._var("action", name, k) for k in range(len(options))]
             self._binary += chosen
-            self._at_least(-1.0, *((-1.0, v) for v in chosen))  # none of them: Recompute
+            self._at_least(1.0, *((1.0, v) for v in chosen))
+            self._at_least(-1.0, *((-1.0, v) for v in chosen))
             for var, option in zip(chosen, options, strict=True):
                 self._squared[var] = option.risk**2
 
     def _node(self, place: int, seconds: float) -> None:
-        if self._graph.nodes[place].kind == "name":
+        node = self._graph.nodes[place]
+        for value in node.reads:
+            need = self._need_exact(value) if node.kind == "choice" else self._need(value)
+            self._lower[need] = 1.0
+        if node.kind == "name":
             self._site(place)
         elif self._relevant.times(place):
             self._evaluated(place, seconds)
@@ -167,10 +168,17 @@ class MenuProgram:
         node = self._graph.nodes[place]
         exact = self._var("evaluated", place)
         self._cost[exact] = seconds
-        taint = self._inputs_taint(place)
+        sources = [v for v in node.inputs if v in self._maybe] if node.kind != "choice" else []
+        taint = None
+        if sources:
+            taint = self._var("inputs", place)  # whether any input is tainted
+            self._at_least(0.0, (-1, taint), *((1, self._taint(v)) for v in sources))
+            for value in sources:
+                self._at_least(0.0, (1, taint), (-1, self._taint(value)))
         for value in node.outputs:
             if node.kind == "light" and taint is not None:
-                self._taints[value] = taint
+                self._at_least(0.0, (1, self._taint(value)), (-1, taint))
+                self._at_least(0.0, (-1, self._taint(value)), (1, taint))
                 self._at_least(0.0, (1, exact), (-1, self._need(value)), (1, taint))
             else:
                 self._at_least(0.0, (1, exact), (-1, self._need(value)))
@@ -191,20 +199,6 @@ class MenuProgram:
         for value in node.inputs:
             self._at_least(0.0, (1, self._need(value)), (-1, decoded))
 
-    def _inputs_taint(self, place: int) -> int | None:
-        """The variable that says whether any input of a node is tainted, or None: none can be."""
-        node = self._graph.nodes[place]
-        if node.kind == "choice":
-            return None
-        sources = {self._taints[v] for v in node.inputs if v in self._taints}
-        if len(sources) < 2:
-            return sources.pop() if sources else None
-        taint = self._var("inputs", place)
-        self._at_least(0.0, (-1, taint), *((1, v) for v in sources))
-        for source in sources:
-            self._at_least(0.0, (1, taint), (-1, source))
-        return taint
-
     def _site(self, place: int) -> None:
         node = self._graph.nodes[place]
         (source,), (out,) = node.inputs, node.outputs
@@ -212,85 +206,50 @@ class MenuProgram:
         which = self._graph.sites[name].index(place)
         kept, encoded = [], []
         for k, option in enumerate(self._options.get(name, ())):
-            action = self._var("action", name, k)
-            always = self._lower[self._need(out)] == 1.0
-            used = action if always else self._var("used", place, k)
-            self._cost[used] = self._cost.get(used, 0.0) + option.seconds[which]
-            self._bytes[used] = self._bytes.get(used, 0) + option.nbytes[which]
-            compressed = isinstance(option.action, Compress)
-            (encoded if compressed else kept).append(action)
-            if always:
+            if isinstance(option.action, Recompute):
                 continue
+            action, used = self._var("action", name, k), self._var("used", place, k)
+            self._cost[used] = option.seconds[which]
+            self._bytes[used] = option.nbytes[which]
             self._at_least(-1.0, (1, used), (-1, self._need(out)), (-1, action))
-            if not compressed:
-                self._at_least(-1.0, (1, used), (-1, self._need_exact(out)), (-1, action))
+            if isinstance(option.action, Compress):
+                encoded.append(action)
+                continue
+            kept.append(action)
+            self._at_least(-1.0, (1, used), (-1, self._need_exact(out)), (-1, action))
         stored = [(1.0, v) for v in kept]
         either = [(1.0, v) for v in (*kept, *encoded)]
         self._at_least(0.0, (1, self._need(source)), (-1, self._need(out)), *either)
         exact = self._need_exact(source), self._need_exact(out)
         self._at_least(0.0, (1, exact[0]), (-1, exact[1]), *stored)
-        before = self._taints.get(source)
-        if before is None and len(encoded) < 2:
-            self._taints.update((out, var) for var in encoded)
+        taint, before = self._taint(out), self._taint(source)
+        if taint is None:
             return
-        taint = self._taints[out] = self._var("taint", out)
         self._at_least(0.0, (1, taint), *((-1.0, v) for v in encoded))
         self._at_least(0.0, (-1, taint), *((1.0, v) for v in encoded), (1, before))
+        self._at_least(-1.0, (-1, taint), *((-1.0, v) for v in kept))
         if before is not None:
-            self._at_least(-1.0, (-1, taint), *((-1.0, v) for v in kept))
             self._at_least(0.0, (1, taint), (-1, before), *either)
 
     def _finish(self) -> None:
-        self._unit = math.gcd(*self._bytes.values()) or 1
+        top = sum(self._cost.values()) or 1.0
+        self._tops = sum(self._bytes.values()) or 1.0, sum(self._squared.values()) or 1.0
         objective = np.zeros(len(self._lower))
-        for parts, weight in (
-            (self._cost, _SECONDS),
-            (self._bytes, _SECONDS * _TIE),
-            (self._squared, _SECONDS * _TIE / 10),
+        for parts, unit in (
+            (self._cost, top),
+            (self._bytes, self._tops[0] / _TIE),
+            (self._squared, self._tops[1] / _TIE * 10),
         ):
-            total = math.fsum(parts.values()) or 1.0
             for var, amount in parts.items():
-                objective[var] += amount / total * weight
-        self._objective = objective
-
-    def _cut(self, either: int, cut: Cut) -> list[Row]:
-        """What a cut demands; the binary `either` says which of the two is improved on."""
-        bytes_, squared = self._bytes, self._squared
-        safer = cut.squared - 1e-5 * (max(squared.values()) or 1.0)
-        less, far = _scaled(bytes_)
-        low, wide = _scaled(squared)
-        return [
-            ({**less, either: far}, -(cut.nbytes - self._unit / 2) * _scale(bytes_)),
-            ({**low, either: -wide}, -safer * _scale(squared) - wide),
-        ]
+                objective[var] += amount / unit
+        self._objective = objective * 1e3  # above HiGHS's absolute tolerances
 
 
-def _scale(parts: Mapping[int, int | float]) -> float:
-    return _ROW / (max(parts.values()) or 1.0)
+def _scaled(row: Mapping[int, int | float], factor: float) -> dict[int, float]:
+    return {var: coefficient * factor for var, coefficient in row.items()}
 
 
-def _scaled(parts: Mapping[int, int | float]) -> tuple[dict[int, float], float]:
-    """A row's side that falls as the parts add up, and what it never falls below, negated."""
-    row = {var: -amount * _scale(parts) for var, amount in parts.items()}
-    return row, -math.fsum(row.values())
-
-
-def _budget(
-    parts: Mapping[int, int | float], limit: int | float, slack: float, upper: np.ndarray
-) -> list[Row]:
-    """At most `limit` of the parts, in units of the limit; `upper` of larger ones becomes 0.
-
-    The slack keeps sums that equal the limit off the row's edge, where HiGHS's tolerances decide.
-    """
-    small = {var: amount for var, amount in parts.items() if 0 < amount <= limit}
-    upper[[var for var, amount in parts.items() if amount > limit]] = 0.0
-    if math.fsum(small.values()) <= limit:
-        return []
-    scale = _ROW / (limit + slack)
-    return [({var: -amount * scale for var, amount in small.items()}, -_ROW)]
-
-
-def _sparse(rows: Sequence[Row], width: int) -> tuple[Any, Any]:
+def _sparse(rows: Sequence[tuple[Mapping[int, float], float]], width: int) -> tuple[Any, Any]:
     entries = [(i, var, c) for i, (row, _) in enumerate(rows) for var, c in row.items()]
     where, which, value = zip(*entries, strict=True)
     matrix = coo_array((value, (where, which)), shape=(len(rows), width)).tocsc()

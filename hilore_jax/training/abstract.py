@@ -130,8 +130,8 @@ class AbstractUpdate:
         """A batch whose every completion is scored, and whose advantages have both signs."""
         shape = self.micro, self.rows, self.seq
         tokens = jax.random.randint(jax.random.key(1), shape, 0, self.config.vocab_size)
-        logp = jnp.full((*shape[:2], self.completion), -5.0)
-        signs = jnp.where(jnp.arange(self.rows) % 2 == 0, 1.0, -1.0)
+        logp = jnp.full((*shape[:2], self.completion), -5.0, jnp.float32)
+        signs = jnp.where(jnp.arange(self.rows) % 2 == 0, jnp.float32(1), jnp.float32(-1))
         return Batch(
             tokens=tokens,
             attention_mask=jnp.ones(shape, bool),

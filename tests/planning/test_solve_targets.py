@@ -17,7 +17,7 @@ from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.search import check_offload
 from hilore_jax.planning.target import parse_target
 
-D, F, N = 128, 512, 6
+D, F, N = 128, 512, 24
 ONE = jax.tree.map(
     lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), jax.eval_shape(lambda: params(d=D, f=F))
 )
