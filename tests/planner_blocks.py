@@ -138,10 +138,11 @@ def risk(name, action):
     return base * (10 if action.codec == "int4" else 1)
 
 
-def all_policies(graph, codecs):
-    """Every policy over the names of a block, integers never compressed."""
+def all_policies(graph, codecs, names=None):
+    """Every policy over the names of a block, or some of them; integers never compressed."""
     choices = {}
-    for name, places in graph.sites.items():
+    for name in graph.sites if names is None else names:
+        places = graph.sites[name]
         dtype = graph.avals[graph.nodes[places[0]].outputs[0]].dtype
         choices[name] = [hl.Recompute(), hl.Store()]
         choices[name] += [c for c in codecs if jnp.issubdtype(dtype, jnp.floating)]

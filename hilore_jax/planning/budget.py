@@ -7,8 +7,9 @@ from collections.abc import Callable
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
     f"{letter}iB": 2 ** (10 * (i + 1)) for i, letter in enumerate("KMGT")
 }
-_BYTES = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?i?B)", re.IGNORECASE)
-_RELATIVE = re.compile(r"([0-9.]+)\s*x[\s-]*gc", re.IGNORECASE)
+_NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[0-9]+)?)"
+_BYTES = re.compile(_NUMBER + r"\s*([KMGT]?i?B)", re.IGNORECASE)
+_RELATIVE = re.compile(_NUMBER + r"\s*x[\s-]*gc", re.IGNORECASE)
 _BY_LOWER = {name.lower(): factor for name, factor in _UNITS.items()}
 
 
@@ -48,7 +49,7 @@ class Budget:
     def times_gc(self) -> float | None:
         """The factor of a relative memory budget, or None."""
         match = _RELATIVE.fullmatch(self.memory.strip()) if isinstance(self.memory, str) else None
-        return float(match[1]) if match else None
+        return float(match[1]) if match and float(match[1]) > 0 else None
 
     @property
     def nbytes(self) -> int:
@@ -72,8 +73,8 @@ def parse_bytes(text: int | str) -> int:
             raise ValueError(f"a memory budget of {text} bytes: {accepted}")
         return text
     match = _BYTES.fullmatch(text.strip()) if isinstance(text, str) else None
-    if match and match[2].lower() in _BY_LOWER:
-        return int(float(match[1]) * _BY_LOWER[match[2].lower()])
-    if isinstance(text, str) and re.fullmatch(r"[0-9.]+", text.strip()):
+    if match and (found := int(float(match[1]) * _BY_LOWER[match[2].lower()])) > 0:
+        return found
+    if isinstance(text, str) and re.fullmatch(_NUMBER, text.strip()):
         raise ValueError(f'memory budget "{text}" has no unit (GiB, GB, ...): {accepted}')
     raise ValueError(f"memory budget {text!r} is not a size: {accepted}")

@@ -8,6 +8,7 @@ those of their real backward programs.
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from hilore_jax.actions import Compress, Policy
 from hilore_jax.planning.backward import BlockProgram, block_program
 from hilore_jax.planning.cost import Roofline
 from hilore_jax.planning.graph import Graph, recomputed
-from hilore_jax.planning.menu_program import Cut, MenuProgram
+from hilore_jax.planning.menu_program import MenuProgram
 from hilore_jax.planning.options import Option, block_options
 from hilore_jax.planning.pareto import thinned, undominated
 
@@ -117,7 +118,7 @@ def block_menu(
     options = block_options(program, roofline, codecs, risks, offload)
     points = _Points(program.graph, roofline, options)
     policies = math.prod(1 + len(found) for found in options.values())
-    chosen = points.front() if policies <= _EXACT else points.spread()
+    chosen = points.every() if policies <= _EXACT else points.spread()
     chosen = thinned(undominated(chosen, _Point.figures), points.landmarks, limit, _Point.figures)
     entries = [_entry(program, roofline, point) for point in chosen]
     best = undominated(entries, lambda e: (e.nbytes, e.seconds, e.risk))
@@ -194,15 +195,13 @@ class _Points:
         policy = self._program.solve(**budgets)
         return None if policy is None else self.point(policy)
 
-    def front(self) -> list[_Point]:
-        """The whole Pareto set: each next solution must improve on all found, in bytes or risk."""
-        found: list[_Point] = []
-        while True:
-            cuts = [Cut(p.nbytes, p.squared) for p in found]
-            point = self._solve(cuts=cuts)
-            if point is None or any(point.policy == p.policy for p in found):
-                return [*found, *self._singles]
-            found.append(point)
+    def every(self) -> list[_Point]:
+        """All policies: exact by construction, whatever the scales of bytes and risks are."""
+        choices = [[None, *found] for found in self._options.values()]
+        return [
+            self.point(Policy({n: a for n, a in zip(self._options, actions, strict=True) if a}))
+            for actions in itertools.product(*choices)
+        ]
 
     def spread(self) -> list[_Point]:
         """Solutions at several levels of risk, and at each for bytes that halve its largest gap."""

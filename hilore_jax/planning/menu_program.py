@@ -12,7 +12,6 @@ taint t_v; every equation n has an evaluation from exact values e_n and from dec
 so that, for fixed actions, the least solution is what `graph.recomputed` computes.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,14 +24,6 @@ from hilore_jax.planning.graph import Graph, recomputed
 from hilore_jax.planning.options import Option
 
 _TIE = 1e-6  # of the largest seconds: less than that yields to bytes, then to risk
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """Solutions must have fewer bytes than this or less squared risk than that."""
-
-    nbytes: int | float
-    squared: float
 
 
 class MenuProgram:
@@ -63,38 +54,27 @@ class MenuProgram:
             self._node(place, float(seconds[place]))
         self._finish()
 
-    def solve(
-        self, nbytes: int | float = np.inf, squared: float = np.inf, cuts: Sequence[Cut] = ()
-    ) -> Policy | None:
+    def solve(self, nbytes: int | float = np.inf, squared: float = np.inf) -> Policy | None:
         """The policy of least seconds within the budgets, or None where there is none.
 
         Args:
             nbytes: bytes that may be kept.
             squared: sum of squared risks that may be taken.
-            cuts: what the policy must improve on.
         """
-        size, n_cuts = len(self._lower), len(cuts)
         rows = list(self._rows)
         top_bytes, top_squared = self._tops
         if np.isfinite(nbytes):
             rows.append((_scaled(self._bytes, -1 / top_bytes), -nbytes / top_bytes - 1e-9))
         if np.isfinite(squared):
             rows.append((_scaled(self._squared, -1 / top_squared), -squared / top_squared - 1e-9))
-        for k, cut in enumerate(cuts):
-            # Its binary says which of the two is improved on.
-            less = _scaled(self._bytes, -1 / top_bytes)
-            rows.append(({**less, size + k: 2.0}, -(cut.nbytes - 0.5) / top_bytes))
-            safer = _scaled(self._squared, -1 / top_squared)
-            rows.append(({**safer, size + k: -2.0}, -cut.squared / top_squared + 1e-5 - 2.0))
-        matrix, bounds = _sparse(rows, size + n_cuts)
-        lower: Any = np.array([*self._lower, *[0.0] * n_cuts])
-        upper: Any = np.ones(size + n_cuts)
-        integral = np.zeros(size + n_cuts)
-        integral[[*self._binary, *range(size, size + n_cuts)]] = 1
+        matrix, bounds = _sparse(rows, len(self._lower))
+        integral = np.zeros(len(self._lower))
+        integral[self._binary] = 1
+        lower: Any = np.array(self._lower)
         found = milp(
-            np.concatenate([self._objective, np.zeros(n_cuts)]),
+            self._objective,
             integrality=integral,
-            bounds=Bounds(lower, upper),
+            bounds=Bounds(lower, np.ones_like(lower)),
             constraints=LinearConstraint(matrix, lb=bounds),
             options={"mip_rel_gap": 0.0},
         )

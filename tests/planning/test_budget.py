@@ -48,6 +48,14 @@ def test_what_is_not_a_size_is_refused(wrong):
         Budget(wrong)
 
 
+@pytest.mark.parametrize(
+    "wrong", ["1.2.3x gc", "0x gc", "0.0x-gc", ".x gc", "1.2.3GiB", "0GiB", "."]
+)
+def test_numbers_that_are_none_or_nothing_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"'{wrong}' is not a size: expected bytes as a whole"):
+        Budget(wrong)
+
+
 def test_risk_is_not_negative_and_a_baseline_needs_a_relative_budget():
     with pytest.raises(ValueError, match=r"risk=-0\.1"):
         Budget("1GiB", risk=-0.1)

@@ -21,6 +21,7 @@ from hilore_jax.planning import menu as menus
 from hilore_jax.planning.backward import block_program
 from hilore_jax.planning.cost import Roofline
 from hilore_jax.planning.menu import block_menu
+from hilore_jax.planning.options import block_options
 from planner_blocks import (
     CASES,
     INT4,
@@ -28,6 +29,7 @@ from planner_blocks import (
     MLP,
     Device,
     X,
+    all_policies,
     evaluated,
     policy_risk,
     risk,
@@ -64,6 +66,36 @@ def test_a_menu_is_the_pareto_set_of_all_policies(case, monkeypatch):
     np.testing.assert_allclose(mine, best, rtol=1e-9)
 
 
+def test_little_risk_beside_much_is_not_lost():
+    """Risks so far apart that the squares of the small ones vanish beside the large."""
+    sizes = {"a": 16, "b": 32, "c": 64}
+
+    def block(params, x):
+        for name in sizes:
+            x += jnp.sin(checkpoint_name(x @ params[name], name)) @ params[f"{name} down"]
+        return x
+
+    shape = lambda *axes: jax.ShapeDtypeStruct(axes, jnp.float32)  # noqa: E731
+    params = {name: shape(8, n) for name, n in sizes.items()}
+    params |= {f"{name} down": shape(n, 8) for name, n in sizes.items()}
+    args, codecs = (params, shape(256, 8)), (INT8, INT4)
+    far = lambda name, action: {"int8": 0.0003, "int4": 0.5}[action.codec]  # noqa: E731
+    program, roofline = block_program(block, *args), Roofline(Device())
+    best = undominated(
+        (
+            (figures := program.figures(policy)).nbytes,
+            roofline.backward(program, policy, figures),
+            math.hypot(*(far(name, policy[name]) for name in policy.names(hl.Compress))),
+        )
+        for policy in all_policies(program.graph, codecs)
+    )
+    menu = block_menu(block, *args, codecs=codecs, risks=far, target=Device(), limit=1000)
+    np.testing.assert_allclose(undominated(figures_of(menu)), best, rtol=1e-9)
+    assert {e.policy for e in menu if not e.risk} >= {
+        hl.Policy(dict.fromkeys(names, hl.Store())) for names in ("a", "ab", "abc")
+    }
+
+
 @pytest.mark.parametrize("case", ["mlp", "residual, frozen weights"])
 def test_the_search_for_larger_blocks_finds_points_of_the_same_set(case, monkeypatch):
     whole = undominated(figures_of(menu_of(case, limit=1000)))
@@ -75,6 +107,26 @@ def test_the_search_for_larger_blocks_finds_points_of_the_same_set(case, monkeyp
         assert np.isclose(whole, point, rtol=1e-9).all(1).any(), point
     assert found[0] == pytest.approx(whole[0])
     assert min(f[1] for f in found) == pytest.approx(min(f[1] for f in whole))
+
+
+@pytest.mark.parametrize("case", ["mlp", "residual", "twice"])
+def test_a_budget_is_met_to_the_byte(case):
+    """Budgets that a policy uses up to its last byte and its last risk, and a byte less."""
+    block, args, argnums, codecs = CASES[case]
+    program, roofline = block_program(block, *args, argnums=argnums), Roofline(Device())
+    options = block_options(program, roofline, codecs, risk, False)
+    points = menus._Points(program.graph, roofline, options)
+    every = {points.point(policy) for policy in all_policies(program.graph, codecs, options)}
+    corners = sorted(every, key=lambda p: p.figures())
+    for corner in corners[:: max(1, len(corners) // 12)]:
+        for less in (0, 1):
+            bounds = max(0, corner.nbytes - less), corner.squared
+            within = [p for p in every if p.nbytes <= bounds[0] and p.squared <= bounds[1]]
+            found = points._solve(nbytes=bounds[0], squared=bounds[1])
+            assert (found is None) == (not within)
+            if found is not None:
+                assert found.nbytes <= bounds[0] and found.squared <= bounds[1] * (1 + 1e-9)
+                assert found.seconds == pytest.approx(min(p.seconds for p in within), rel=1e-9)
 
 
 @pytest.mark.newest
