@@ -16,9 +16,7 @@ import math
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
-import jax
 import tyro
 
 import hilore_jax as hl
@@ -28,6 +26,7 @@ from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.menu import block_menu
 from hilore_jax.planning.menus import block_menus
 from hilore_jax.planning.plan import runs
+from hilore_jax.planning.realized import relative_error
 from hilore_jax.planning.risks import default_risk, recommended_codecs
 from hilore_jax.planning.target import parse_target
 from hilore_jax.training.abstract import training_update
@@ -78,12 +77,6 @@ def fewest_bytes(
     return allocate(menus, 2**50, risk, paper=made.form == "paper")
 
 
-def distance(a: Any, b: Any) -> float:
-    """Norm of the difference."""
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return math.sqrt(sum(float(((x - y) ** 2).sum()) for x, y in pairs))
-
-
 def main(config: Config, parts: Parts | None = None) -> None:
     """Chooses, measures, writes."""
     training = config.training()
@@ -99,13 +92,13 @@ def main(config: Config, parts: Parts | None = None) -> None:
     data = real_updates(training, parts, config.updates, first=config.first)
     gradients = update_gradients(data, training)
     truth = [gradients((hl.Policy({}),) * blocks.count, update)[0] for update in data.updates]
-    norms = [distance(g, jax.tree.map(lambda x: 0 * x, g)) for g in truth]
+
     rows = []
     for risk in config.risks:
         found = fewest_bytes(blocks, made, exposure, risk)
         errors = [
-            distance(gradients(found.policies, update)[0], exact) / norm
-            for update, exact, norm in zip(data.updates, truth, norms, strict=True)
+            relative_error(gradients(found.policies, update)[0], exact)
+            for update, exact in zip(data.updates, truth, strict=True)
         ]
         rows.append(
             {

@@ -11,25 +11,14 @@ from hilore_jax.planning.accept import accept
 from hilore_jax.planning.leave_out import without_idle_entries
 from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.menu import Entry
-from hilore_jax.planning.plan import Plan
+from plans import bare_plan
 
 GC = hl.Policy({})
 UP, GATE, Q = (hl.Policy({name: hl.Store()}) for name in ("up", "gate", "q"))
 MEMORY = Memory(10, 0, 0, 10, 0, 0)
-PLAN = Plan(
-    policies=(UP, UP, GATE, Q),
-    menu=tuple(Entry(p, 0, 1.0, 0, 0, 0.0) for p in (GC, UP, GATE, Q)),
-    target="cpu",
-    risk_budget=0.0,
-    budget=100,
-    baseline=None,
-    gc=MEMORY,
-    memory=MEMORY,
-    predicted=20,
-    bound_seconds=0.0,
-    cost="modelled",
-    fingerprint={},
-    trials=(),
+MENU = tuple(Entry(p, 0, 1.0, 0, 0, 0.0) for p in (GC, UP, GATE, Q))
+PLAN = bare_plan(
+    (UP, UP, GATE, Q), MENU, risk_budget=0.0, budget=100, gc=MEMORY, memory=MEMORY, predicted=20
 )
 
 

@@ -12,13 +12,13 @@ import pytest
 
 import hilore_jax as hl
 from hilore_jax.planning.buckets import Buckets
-from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.menu import Entry
 from hilore_jax.training.gradients import make_gradients
 from hilore_jax.training.laddered import LadderedUpdate
 from hilore_jax.training.measured import measure_error, risk_metrics
 from hilore_jax.training.step import init_state
 from hilore_jax.training.strategy import StaticUpdate
+from plans import bare_plan
 
 GC = hl.Policy({})
 INT4 = hl.Policy({"mlp_gate": hl.Compress("int4"), "mlp_up": hl.Compress("int4")})
@@ -66,25 +66,9 @@ def static(start):
 
 
 def plan(**changes):
-    memory = Memory(0, 0, 0, 0, 0, 0)
-    made = hl.Plan(
-        policies=(INT4,) * 2,
-        menu=(Entry(GC, 0, 3e-3, 7, 700, 0.0), Entry(INT4, 100, 1e-3, 5, 500, 0.0)),
-        target="cpu",
-        risk_budget=0.015,
-        budget=1,
-        baseline=None,
-        gc=memory,
-        memory=memory,
-        predicted=0,
-        bound_seconds=0.0,
-        cost="modelled",
-        fingerprint={},
-        trials=(),
-        block_risks=((0.0, 0.003), (0.0, 0.004)),
-        exposure=0.5,
-    )
-    return dataclasses.replace(made, **changes)
+    menu = Entry(GC, 0, 3e-3, 7, 700, 0.0), Entry(INT4, 100, 1e-3, 5, 500, 0.0)
+    risks = ((0.0, 0.003), (0.0, 0.004))
+    return bare_plan((INT4,) * 2, menu, **{"block_risks": risks, "exposure": 0.5, **changes})
 
 
 def test_a_static_plan(start, static, batch, apart):

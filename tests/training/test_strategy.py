@@ -11,7 +11,6 @@ from flax import nnx
 
 import hilore_jax as hl
 from hilore_jax.planning.fingerprint import fingerprint
-from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.menu import Entry
 from hilore_jax.training.abstract import training_update
 from hilore_jax.training.batch import Batch
@@ -27,6 +26,7 @@ from hilore_jax.training.strategy import (
     plans,
     segment_lengths,
 )
+from plans import bare_plan
 
 CONFIG = TrainConfig(policy="mlp_gate=int8", beta=0.0)
 
@@ -62,25 +62,9 @@ POLICY = hl.Policy({"mlp_gate": hl.Compress("int8"), "mlp_up": hl.Compress("int8
 
 def planned(where, risks=((0.0, 0.002), (0.0, 0.004)), **changes):
     """A plan file of two blocks that compress, calibrated unless changed."""
-    memory = Memory(0, 0, 0, 0, 0, 0)
-    made = hl.Plan(
-        policies=(POLICY,) * 2,
-        menu=(Entry(hl.Policy({}), 0, 3e-3, 7, 700, 0.0), Entry(POLICY, 100, 1e-3, 5, 500, 0.0)),
-        target="cpu",
-        risk_budget=0.015,
-        budget=1,
-        baseline=None,
-        gc=memory,
-        memory=memory,
-        predicted=0,
-        bound_seconds=0.0,
-        cost="modelled",
-        fingerprint={"jax": jax.__version__, "blocks": "2"},
-        trials=(),
-        block_risks=risks,
-        exposure=0.5,
-    )
-    dataclasses.replace(made, **changes).save(where)
+    menu = Entry(hl.Policy({}), 0, 3e-3, 7, 700, 0.0), Entry(POLICY, 100, 1e-3, 5, 500, 0.0)
+    fields = {"fingerprint": {"jax": jax.__version__, "blocks": "2"}, "exposure": 0.5}
+    bare_plan((POLICY,) * 2, menu, **{**fields, "block_risks": risks, **changes}).save(where)
     return dataclasses.replace(CONFIG, policy="gc", plan=str(where), gate=True)
 
 

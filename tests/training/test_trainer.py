@@ -15,9 +15,7 @@ from flax import nnx
 
 import hilore_jax as hl
 from hilore_jax.planning.ladder import Ladder
-from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.menu import Entry
-from hilore_jax.planning.plan import Plan
 from hilore_jax.training import checkpoint, trainer
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.exposures import read_record, record_paths
@@ -26,6 +24,7 @@ from hilore_jax.training.metrics import read_metrics
 from hilore_jax.training.report import kept_bytes
 from hilore_jax.training.tasks import Task
 from hilore_jax.training.trainer import Parts, train
+from plans import bare_plan
 
 SETTINGS = TrainConfig(
     prompts=2,
@@ -397,26 +396,8 @@ def ladder_file(path, blocks=2):
         Entry(gc, 0, 2.0, 1, 8, risk=0.0),
         Entry(low, 100, 1.0, 0, 0, risk=0.001),
     )
-    memory = Memory(arguments=1, outputs=1, aliased=1, temporaries=1, host=0, xla_peak=0)
-
-    def made(policies):
-        return Plan(
-            policies=policies,
-            menu=menu,
-            target="cpu",
-            risk_budget=0.015,
-            budget=9,
-            baseline=None,
-            gc=memory,
-            memory=memory,
-            predicted=2,
-            bound_seconds=1.0,
-            cost="modelled",
-            fingerprint={"jax": jax.__version__},
-            trials=(),
-        )
-
-    Ladder((0.5, math.inf), (made((low,) * blocks), made((gc,) * blocks))).save(path)
+    made = [bare_plan((policy,) * blocks, menu) for policy in (low, gc)]
+    Ladder((0.5, math.inf), tuple(made)).save(path)
     return str(path)
 
 
