@@ -33,7 +33,7 @@ def restack(decoder: Decoder, lengths: tuple[int, ...]) -> Decoder:
 
     Args:
         decoder: any segmentation.
-        lengths: blocks a stack, `planning.ladder.refined_segments` of the plans, say.
+        lengths: blocks a stack, `planning.refined.refined_segments` of the plans, say.
 
     Returns:
         A decoder with one segment a length.

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from hilore_jax.planning.buckets import Buckets, microbatch_risk, power_of_two_e
 from hilore_jax.planning.budget import Budget
 from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.plan import Blocks, Plan, runs
+from hilore_jax.planning.refined import refined_segments
 from hilore_jax.planning.solve import Update, plan
 from hilore_jax.planning.target import Target
 
@@ -25,8 +26,8 @@ class Ladder:
 
     Attributes:
         edges: upper exposure of each bucket, ascending: powers of two, then infinity.
-        plans: one a bucket. Its risk is the one at the bucket's upper edge; the last compresses
-            nothing, so that any exposure has a plan.
+        plans: one a bucket. Its risk is that at the bucket's upper edge, or above; the last
+            compresses nothing, so that any exposure has a plan.
         risk: R, the relative gradient error allowed to a whole update.
         share: of the update's tokens in one microbatch, for which the plans were made. Others are
             converted, see `hilore_jax.planning.buckets.Buckets`.
@@ -73,7 +74,7 @@ class Ladder:
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """Lengths of the stacks in which every plan finds its runs, see `refined_segments`."""
+        """Lengths of the stacks in which every plan finds its runs, see `planning.refined`."""
         return refined_segments(made.policies for made in self.plans)
 
     @property
@@ -240,7 +241,21 @@ def plan_ladder(
             calibration=calibration,
             **options,
         )
-    return Ladder(edges, tuple(plan_at(edge) for edge in edges), budget.risk, share)
+    plans = _never_slower([plan_at(edge) for edge in edges])
+    return Ladder(edges, plans, budget.risk, share)
+
+
+def _never_slower(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+    """Plans by rising exposure, each no slower than the next.
+
+    A plan for more exposure serves less exposure too, at less risk; compiled peaks jump, so that
+    the search for the lower bucket may have missed it.
+    """
+    found = list(plans)
+    for i in reversed(range(len(found) - 1)):
+        if found[i].recompute_seconds > found[i + 1].recompute_seconds:
+            found[i] = found[i + 1]
+    return tuple(found)
 
 
 def _planner(
@@ -266,32 +281,3 @@ def compresses(policy: Policy) -> bool:
         (False, True)
     """
     return bool(policy.names(Compress))
-
-
-def refined_segments(plans: Iterable[Plan | Sequence[Policy]]) -> tuple[int, ...]:
-    """Stack lengths in which every plan's runs of equal policies are whole stacks.
-
-    Weights held so are never copied when the plan changes: `hilore_jax.scan_blocks` passes on
-    uncut every stack that lies within one run.
-
-    Args:
-        plans: plans, or policies one a block, for the same number of blocks.
-
-    Returns:
-        Lengths that sum to the number of blocks: the common refinement.
-
-    Raises:
-        ValueError: no plans, or for different numbers of blocks.
-
-    Example:
-        >>> gc, kept = Policy({}), Policy({"q": Compress("int8")})
-        >>> refined_segments([[gc, gc, kept, kept], [gc, kept, kept, kept]])
-        (1, 1, 2)
-    """
-    every = [tuple(p.policies if isinstance(p, Plan) else p) for p in plans]
-    counts = sorted({len(policies) for policies in every})
-    if len(counts) != 1 or counts == [0]:
-        raise ValueError(f"plans for {counts} blocks: expected plans for one number of blocks.")
-    columns = list(zip(*every, strict=True))
-    starts = [i for i, column in enumerate(columns) if i == 0 or column != columns[i - 1]]
-    return tuple(b - a for a, b in zip(starts, [*starts[1:], counts[0]], strict=True))

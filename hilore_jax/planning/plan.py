@@ -39,6 +39,15 @@ class Blocks:
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(f"hl.Blocks(count={self.count}): expected at least one block.")
+        places = range(len(self.args))
+        wanted = self.argnums
+        if wanted is not None and not (
+            isinstance(wanted, tuple) and wanted and all(n in places for n in wanted)
+        ):
+            raise ValueError(
+                f"hl.Blocks(argnums={wanted!r}): expected a tuple of positions among the block's "
+                f"{len(self.args)} arguments, such as (0,); None for every floating-point one."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,6 +122,7 @@ def plan(
         blocks.args,
         arguments(all_recomputed),
         blocks=blocks.count,
+        argnums=blocks.argnums,
         target=device.name,
     )
     if isinstance(pricing, Measurement):

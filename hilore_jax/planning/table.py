@@ -2,6 +2,7 @@
 
 from hilore_jax.actions import Action, Offload, Recompute, Store
 from hilore_jax.explain import format_bytes
+from hilore_jax.planning.allocate import total_risk
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.plan import Plan, runs
 
@@ -103,33 +104,40 @@ def why_not_better(plan: Plan) -> str:
     fastest = min(entry.seconds for entry in plan.menu)
     if all(entry.seconds <= fastest for entry in plan.entries):
         return "no block can be faster with any entry of the menu"
-    by_policy = {entry.policy: entry for entry in plan.menu}
     lines, first = ["why not the next better, in one block of a range:"], 0
-    for policy, count in runs(plan.policies):
+    for _, count in runs(plan.policies):
         where = f"{first}-{first + count - 1}" if count > 1 else str(first)
-        lines.append(f"  {where}: {_next(plan, by_policy[policy])}")
+        lines.append(f"  {where}: {_next(plan, range(first, first + count))}")
         first += count
     return "\n".join(lines)
 
 
-def _next(plan: Plan, entry: Entry) -> str:
+def _next(plan: Plan, blocks: range) -> str:
+    entry = plan.entries[blocks[0]]
     better = [other for other in plan.menu if other.seconds < entry.seconds]
     if not better:
         return "no entry of the menu is faster"
     step = min(better, key=lambda other: (max(0, other.nbytes - entry.nbytes), other.seconds))
     more, left = step.nbytes - entry.nbytes, plan.budget - plan.memory.peak
-    squares = plan.risk**2 - entry.risk**2 + step.risk**2
+    risk = min(_risk_with(plan, block, plan.menu.index(step)) for block in blocks)
     reasons = []
     if more > left:
         reasons.append(f"{format_bytes(more)} more are needed, {format_bytes(left)} are left")
-    if squares > plan.risk_budget**2:
-        reasons.append(f"the risk would be {squares**0.5:.4f}")
+    if risk > plan.risk_budget:
+        reasons.append(f"the risk would be {risk:.4f}")
     gain = 1e3 * (entry.seconds - step.seconds)
     small = (
         f"its {gain:.3f} ms for {format_bytes(max(more, 0))} are less than other blocks gain with "
         "them, or lie between two candidates"
     )
     return f"[{step.policy}]: {' and '.join(reasons) or small}"
+
+
+def _risk_with(plan: Plan, block: int, choice: int) -> float:
+    """The plan's risk, were a block under another entry of its own menu."""
+    risks = [entry.risk for entry in plan.entries]
+    risks[block] = plan.menus[block][choice].risk
+    return total_risk(risks, paper=plan.paper)
 
 
 def _memory(plan: Plan) -> list[str]:

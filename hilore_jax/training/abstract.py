@@ -175,4 +175,5 @@ def check_plan(made: Plan, update: AbstractUpdate) -> None:
         made.check({"blocks": str(blocks.count)})
         return
     args = update.arguments((Policy({}),) * blocks.count)
-    made.check(fingerprint(blocks.fn, blocks.args, args, blocks=blocks.count))
+    facts = {"blocks": blocks.count, "argnums": blocks.argnums}
+    made.check(fingerprint(blocks.fn, blocks.args, args, **facts))

@@ -43,7 +43,7 @@ class LadderedUpdate:
 
     Args:
         graphdef: the model's static part, from `init_state`; its stacks may be finer than any
-            plan's runs (`planning.ladder.refined_segments`).
+            plan's runs (`planning.refined.refined_segments`).
         optimizer: sees float32 gradients and parameters.
         buckets: exposure edges and risks.
         policies: of each bucket, one policy a block.

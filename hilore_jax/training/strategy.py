@@ -13,8 +13,9 @@ from flax import nnx
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
 from hilore_jax.models.config import DecoderConfig
-from hilore_jax.planning.ladder import Ladder, refined_segments
+from hilore_jax.planning.ladder import Ladder
 from hilore_jax.planning.plan import Plan
+from hilore_jax.planning.refined import refined_segments
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.gated import gated_metrics, make_gated_gradients

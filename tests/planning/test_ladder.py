@@ -16,7 +16,9 @@ import hilore_jax as hl
 from blocks import inputs, mlp, params, temp_bytes
 from hilore_jax.planning.ladder import Ladder, compresses, plan_ladder, refined_segments
 from hilore_jax.planning.measured import Measured, Timing
+from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.target import parse_target
+from plans import bare_plan
 
 D, F, N = 32, 96, 6
 X = jax.ShapeDtypeStruct((8, 128, D), jnp.float32)
@@ -89,6 +91,21 @@ def test_lower_exposure_compresses_more_and_the_top_is_exact():
         assert ladder.select(exposure) == bucket
     assert ladder.n_executables == len({plan.policies for plan in ladder.plans}) <= 4
     assert "exposure to" in str(ladder) and "inf" in str(ladder)
+
+
+def test_a_bucket_takes_the_next_ones_plan_where_that_is_faster():
+    seconds = {0.5: 3.0, 1.0: 2.0, 2.0: 2.5, math.inf: 4.0}
+
+    def at(exposure):
+        low = exposure if exposure < 9 else 0.0
+        menu = Entry(GC, 0, seconds[exposure], 1, 8, 0.0), Entry(INT8, 9, 9.0, 0, 0, low)
+        return bare_plan((GC,) * N, menu, exposure=exposure)
+
+    options = {"blocks": BLOCKS, "budget": hl.Budget("2x gc"), "exposures": (0.5, 2.0)}
+    ladder = plan_ladder(update, arguments, plan_at=at, **options)
+    assert ladder.edges == tuple(seconds)
+    assert [plan.recompute_seconds for plan in ladder.plans] == [2.0 * N, 2.0 * N, 2.5 * N, 4.0 * N]
+    assert [plan.exposure for plan in ladder.plans] == [1.0, 1.0, 2.0, math.inf]
 
 
 def test_a_quarter_of_the_tokens_has_half_of_the_risk_budget():

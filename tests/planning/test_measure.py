@@ -344,3 +344,13 @@ def test_a_real_clock_from_end_to_end():
         assert timing.low <= timing.saved <= timing.high and math.isfinite(timing.saved)
     assert found.memory.peak <= found.budget
     assert min(e.seconds for e in found.menu) == 0
+
+
+def test_recomputing_everything_stays_in_a_priced_menu():
+    """An entry in host memory may beat it: no byte of the device, and less time."""
+    moved = hl.Policy({"up": hl.Offload()})
+    menu = Entry(GC, 0, 2.0, 1, 8, 0.0), Entry(moved, 0, 1.0, 0, 0, 0.0)
+    times = Timing(GC, 0.0, 0.0, 0.0, 4), Timing(moved, 0.5, 0.4, 0.6, 4)
+    priced, risks = Measured(times, 5, 20.0, (), {}).price(menu, ((0.0, 0.0),) * 2)
+    assert [(e.policy, e.seconds) for e in priced] == [(moved, 0.0), (GC, 0.5)]
+    assert risks == ((0.0, 0.0),) * 2

@@ -90,12 +90,12 @@ def test_the_compiled_peak_fits_and_is_what_another_compilation_says(memory):
 
 
 def test_predicted_peaks_are_close_to_compiled_ones():
-    # Six blocks keep less than one's transients within a small budget, which no sum predicts.
-    for memory in LADDER[2:]:
-        assert made(memory).predicted == pytest.approx(made(memory).memory.peak, rel=0.03)
-    deep = plan("1.1x gc", blocks=dataclasses.replace(BLOCKS, count=4 * N))
-    assert deep.predicted == pytest.approx(deep.memory.peak, rel=0.03)
-    assert deep.gc.peak < deep.memory.peak <= deep.budget
+    # Of many blocks: six keep less than one's transients, which no sum over entries predicts.
+    for memory in ("1.1x gc", "2x gc"):
+        deep = plan(memory, blocks=dataclasses.replace(BLOCKS, count=4 * N))
+        assert deep.predicted == pytest.approx(deep.memory.peak, rel=0.03)
+        assert deep.gc.peak < deep.memory.peak <= deep.budget
+    assert made("4x gc").predicted == pytest.approx(made("4x gc").memory.peak, rel=0.03)
 
 
 def test_a_larger_budget_is_never_slower_and_the_ends_are_known():
@@ -141,7 +141,8 @@ def test_absolute_budgets_and_baselines():
 
     found = plan("1x gc", baseline=wasteful)
     assert found.baseline is not None and found.baseline > 2 * gc
-    assert found.budget == found.baseline and found.removed_flops > made("1.2x gc").removed_flops
+    assert found.budget == found.baseline
+    assert found.recompute_seconds < made("1.2x gc").recompute_seconds
 
 
 def test_a_budget_below_the_least_says_the_least_and_what_it_is_made_of():
