@@ -22,6 +22,7 @@ def refined_segments(plans: Iterable[Plan | Sequence[Policy]]) -> tuple[int, ...
         ValueError: no plans, or for different numbers of blocks.
 
     Example:
+        >>> from hilore_jax import Compress
         >>> gc, kept = Policy({}), Policy({"q": Compress("int8")})
         >>> refined_segments([[gc, gc, kept, kept], [gc, kept, kept, kept]])
         (1, 1, 2)

@@ -65,8 +65,10 @@ def static(start):
     return StaticUpdate(start[0], optax.sgd(1.0), (INT4,) * 2, **OPTIONS)
 
 
-def plan(**changes):
-    menu = Entry(GC, 0, 3e-3, 7, 700, 0.0), Entry(INT4, 100, 1e-3, 5, 500, 0.0)
+MENU = Entry(GC, 0, 3e-3, 7, 700, 0.0), Entry(INT4, 100, 1e-3, 5, 500, 0.0)
+
+
+def plan(menu=MENU, **changes):
     risks = ((0.0, 0.003), (0.0, 0.004))
     return bare_plan((INT4,) * 2, menu, **{"block_risks": risks, "exposure": 0.5, **changes})
 
