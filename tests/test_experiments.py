@@ -114,6 +114,23 @@ def test_zero_rows_quick(script, unoptimized, tmp_path, capsys):
     assert whole["grad_norm"] > 0 and "without dead rows" in capsys.readouterr().out
 
 
+def test_gate_cost_quick(script, unoptimized, monkeypatch, tmp_path):
+    module, out = script("gate_cost"), tmp_path / "gate.json"
+    compare = module.compare
+    ways = []
+    monkeypatch.setattr(module, "compare", lambda config, lora: ways.append(lora) or [])
+    module.main(module.Config(quick=True, out=str(out)))
+    assert 0 < json.loads(out.read_text())["ladder_selection_seconds"] < 1
+    rows = compare(module.Config(quick=True), ways[-1])  # one way of training compiles enough
+    assert [row["update"] for row in rows] == [
+        *("plan", "gate, all decode", "gradient checkpointing", "gate, all recompute")
+    ]
+    # One executable decodes every block of the calm batch and none of the wild one.
+    assert [row["blocks_decoded"] for row in rows] == [None, 2.0, None, 0.0]
+    plan, gate, recompute, _ = (row["temporaries"] for row in rows)
+    assert abs(gate - plan) < abs(gate - recompute)
+
+
 def quick_calibration(module, path):
     """What `hilore calibrate` finds for the model of a quick run, so that it need not."""
     settings = module.Settings(**module.QUICK)
