@@ -66,7 +66,8 @@ class Compress:
             without scales (fp8 only, the paper's form).
 
     Example:
-        >>> Compress("int8", axis=1, tile=32)
+        >>> import hilore_jax as hl
+        >>> hl.Compress("int8", axis=1, tile=32)
         Compress(codec='int8', axis=1, tile=32)
     """
 
@@ -115,11 +116,10 @@ class Policy:
             accurate: on a real model an error of 0.013 grew to 0.042.
 
     Example:
-        >>> policy = Policy({"attn_out": Store(), "mlp_gate": Compress("int8", axis=1, tile=32)})
-        >>> policy["mlp_gate"].codec, policy["mlp_up"]
-        ('int8', Recompute())
-        >>> Policy.from_json(policy.to_json()) == policy
-        True
+        >>> import hilore_jax as hl
+        >>> policy = hl.Policy({"attn_out": hl.Store(), "mlp_gate": hl.Compress("int8")})
+        >>> policy["mlp_up"], hl.Policy.from_json(policy.to_json()) == policy
+        (Recompute(), True)
     """
 
     actions: tuple[tuple[str, Action], ...]
@@ -198,8 +198,8 @@ class Policy:
             ValueError: the policy has Compress actions, which `jax.checkpoint` cannot express.
 
         Example:
-            >>> import jax
-            >>> f = jax.checkpoint(lambda x: x, policy=Policy({}).checkpoint_policy())
+            >>> import jax, hilore_jax as hl
+            >>> f = jax.checkpoint(lambda x: x, policy=hl.Policy({}).checkpoint_policy())
         """
         compressed = self.names(Compress)
         if compressed:

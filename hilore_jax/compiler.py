@@ -19,9 +19,10 @@ def compiler_options(target: str | None = None) -> dict[str, str | bool]:
         Options by name; empty where nothing is needed.
 
     Example:
-        >>> compiler_options("cuda:h200")
+        >>> import hilore_jax as hl
+        >>> hl.compiler_options("cuda:h200")
         {}
-        >>> sorted(compiler_options("cpu"))
+        >>> sorted(hl.compiler_options("cpu"))
         ['xla_disable_hlo_passes']
     """
     platform = (target or jax.default_backend()).split(":")[0]

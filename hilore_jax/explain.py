@@ -148,13 +148,12 @@ def explain(
         ValueError: a listed name does not occur in the block; `argnums` with NNX modules.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax.numpy as jnp, hilore_jax as hl
         >>> from jax.ad_checkpoint import checkpoint_name
         >>> def block(w, x):
         ...     return jnp.sin(checkpoint_name(x @ w, "h"))
-        >>> e = explain(
-        ...     Policy({"h": Compress("int8")}), block, jnp.ones((8, 128)), jnp.ones((4, 8))
-        ... )
+        >>> policy = hl.Policy({"h": hl.Compress("int8")})
+        >>> e = hl.explain(policy, block, jnp.ones((8, 128)), jnp.ones((4, 8)))
         >>> e.rows[0].kept_bytes, e.rows[0].exact_bytes, e.recomputed.matmuls
         (520, 2048, 0)
     """

@@ -132,9 +132,9 @@ def scan_blocks(
             or dtype.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax.numpy as jnp, hilore_jax as hl
         >>> w = jnp.full((3, 2, 2), 0.5)
-        >>> scan_blocks(lambda w, x: x @ w, w, jnp.ones((1, 2)), [Policy({})] * 3).tolist()
+        >>> hl.scan_blocks(lambda w, x: x @ w, w, jnp.ones((1, 2)), [hl.Policy({})] * 3).tolist()
         [[1.0, 1.0]]
     """
     if isinstance(policies, Interventions):

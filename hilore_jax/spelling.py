@@ -59,9 +59,10 @@ def parse_policy(text: str | os.PathLike[str] | Any) -> Policy:
         ValueError: not one of these; names the part at fault.
 
     Example:
-        >>> parse_policy("gc") == Policy({})
+        >>> import hilore_jax as hl
+        >>> hl.parse_policy("gc") == hl.Policy({})
         True
-        >>> str(parse_policy("mlp_gate=int8,attn_out=store"))
+        >>> str(hl.parse_policy("mlp_gate=int8,attn_out=store"))
         'attn_out=store,mlp_gate=int8:axis=-1:tile=128'
     """
     if isinstance(text, os.PathLike):

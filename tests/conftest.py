@@ -30,6 +30,8 @@ import pytest
 
 # Kept alive for the session: every array annotation of the package is checked on every call.
 _type_checking = jaxtyping.install_import_hook("hilore_jax", "beartype.beartype")
+# Before pytest imports a file of it for its examples alone, which would be a second copy.
+import hilore_jax as hl  # noqa: E402
 
 # Fresh examples on a developer's machine; the same ones in CI, where a change must not fail for a
 # corner of code that it did not touch. No deadline: the first example pays for compilation.
@@ -60,8 +62,25 @@ def missing(modules: tuple[str, ...]) -> list[str]:
     return [module for module in modules if absent(module)]
 
 
+def public_names() -> tuple[str, ...]:
+    """Full names of what users call: `hl.plan` is `hilore_jax.planning.solve.plan`."""
+    rooms = (hl, hl.grpo)
+    found = [getattr(room, name) for room in rooms for name in room.__all__]
+    more = ("memory.compiled_memory", "profile.profile_plan", "accept.accept")
+    named = [f"{o.__module__}.{o.__qualname__}" for o in found if hasattr(o, "__qualname__")]
+    return (*named, *(f"hilore_jax.planning.{name}" for name in more))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips, with its reason, a marked test whose optional dependencies are not installed."""
+    """Skips, with its reason, a marked test whose optional dependencies are not installed.
+
+    And public examples run as a user pastes them: their module's names, with which pytest runs
+    examples, are taken away.
+    """
+    pasted = public_names()
+    for item in items:
+        if isinstance(item, pytest.DoctestItem) and item.name.startswith(pasted):
+            item.dtest.globs = {"__name__": "__main__"}
     for marker, (modules, remedy) in NEEDS.items():
         if not (absent := missing(modules)):
             continue

@@ -37,7 +37,8 @@ def group_advantages(
         ValueError: Not two-dimensional, a group of one, or (concrete) a non-finite reward.
 
     Example:
-        >>> print(group_advantages(jnp.array([[1.0, 0.0, 0.0, 1.0], [0.35, 0.35, 0.35, 0.35]])))
+        >>> import hilore_jax as hl
+        >>> print(hl.grpo.group_advantages([[1.0, 0.0, 0.0, 1.0], [0.35, 0.35, 0.35, 0.35]]))
         [[ 0.999998 -0.999998 -0.999998  0.999998]
          [ 0.        0.        0.        0.      ]]
     """
@@ -88,7 +89,8 @@ def group_rewards(
         ValueError: Not one-dimensional, a group under 2, or a count `group` does not divide.
 
     Example:
-        >>> print(group_rewards(np.array([1.0, 0.0, 0.0, 1.0]), 2))
+        >>> import hilore_jax as hl
+        >>> print(hl.grpo.group_rewards([1.0, 0.0, 0.0, 1.0], 2))
         [[1. 0.]
          [0. 1.]]
     """

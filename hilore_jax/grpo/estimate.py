@@ -82,11 +82,12 @@ def estimate_exposure(
         ValueError: As `loss_and_coefficients`, or a margin that is negative.
 
     Example:
-        >>> one = jnp.ones((1, 2))
-        >>> made = estimate_exposure(-one, None, jnp.array([1.0]), one, 4, clip=0.25, beta=0.0)
+        >>> import jax.numpy as jnp, hilore_jax as hl
+        >>> one, up, down = jnp.ones((1, 2)), jnp.array([1.0]), jnp.array([-1.0])
+        >>> made = hl.grpo.estimate_exposure(-one, None, up, one, 4, clip=0.25, beta=0.0)
         >>> print(round(float(made.value), 4), made.is_bound)
         0.625 True
-        >>> print(estimate_exposure(-one, None, jnp.array([-1.0]), one, 4).is_bound)
+        >>> print(hl.grpo.estimate_exposure(-one, None, down, one, 4).is_bound)
         False
     """
     margin = (clip if clip_high is None else clip_high) if margin is None else margin
@@ -139,8 +140,9 @@ def dead_rows(
         `[batch]` bool.
 
     Example:
+        >>> import jax.numpy as jnp, hilore_jax as hl
         >>> old, mask = jnp.zeros((3, 2)), jnp.array([[1, 1], [1, 1], [0, 0]])
-        >>> print(dead_rows(old, None, jnp.array([0.0, 1.0, 1.0]), mask))
+        >>> print(hl.grpo.dead_rows(old, None, jnp.array([0.0, 1.0, 1.0]), mask))
         [ True False  True]
     """
     mask = jnp.asarray(mask) != 0

@@ -45,10 +45,11 @@ def exposure(
             negative or not finite under the mask.
 
     Example:
+        >>> import jax.numpy as jnp, hilore_jax as hl
         >>> omega = jnp.array([[0.5, -0.25, 0.0], [0.125, 0.0, 0.0]])
-        >>> print(exposure(omega), exposure(omega, per_row=True))
+        >>> print(hl.grpo.exposure(omega), hl.grpo.exposure(omega, per_row=True))
         0.875 [0.75  0.125]
-        >>> print(exposure(omega, profile=True)[0])
+        >>> print(hl.grpo.exposure(omega, profile=True)[0])
         [0.75 0.25 0.  ]
     """
     if per_row and profile:

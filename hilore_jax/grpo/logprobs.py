@@ -87,9 +87,10 @@ def token_logprobs(
             vocabulary or a temperature that is not positive.
 
     Example:
+        >>> import jax.numpy as jnp, hilore_jax as hl
         >>> hidden = jnp.array([[[0.0, 0.0], [1.0, 0.0]]])
         >>> unembedding = jnp.array([[0.0, 1.0], [jnp.log(3.0), 0.0]])
-        >>> print(jnp.exp(token_logprobs(hidden, unembedding, jnp.array([[0, 1]]))))
+        >>> print(jnp.exp(hl.grpo.token_logprobs(hidden, unembedding, jnp.array([[0, 1]]))))
         [[0.5  0.75]]
     """
     _check(hidden, unembedding, targets, temperature, chunk)

@@ -73,9 +73,10 @@ def loss_and_coefficients(
             under the mask, named with its row and position.
 
     Example:
-        >>> zeros = jnp.zeros((1, 2))
-        >>> mask = jnp.array([[True, True]])
-        >>> loss, omega = loss_and_coefficients(zeros, zeros, None, jnp.array([1.0]), mask, 2)
+        >>> import jax.numpy as jnp, hilore_jax as hl
+        >>> zeros, mask = jnp.zeros((1, 2)), jnp.array([[True, True]])
+        >>> advantages = jnp.array([1.0])
+        >>> loss, omega = hl.grpo.loss_and_coefficients(zeros, zeros, None, advantages, mask, 2)
         >>> print(loss, omega)
         -1.0 [[-0.5 -0.5]]
     """

@@ -90,9 +90,10 @@ def ratio_metrics(
         `RatioMetrics`, without gradient. Add those of the microbatches, then call `means()`.
 
     Example:
+        >>> import jax.numpy as jnp, hilore_jax as hl
         >>> logp = jnp.log(jnp.array([[1.5, 1.0]]))
         >>> ones = jnp.ones((1, 2))
-        >>> metrics = ratio_metrics(logp, 0 * ones, None, jnp.array([1.0]), ones)
+        >>> metrics = hl.grpo.ratio_metrics(logp, 0 * ones, None, jnp.array([1.0]), ones)
         >>> print(metrics.means()["clip_ratio/high_mean"], metrics.tokens)
         0.5 2
     """

@@ -84,9 +84,20 @@ def accept(
         FloatingPointError: an exact gradient that is not finite.
 
     Example:
-        >>> from hilore_jax.planning.accept import Acceptance
-        >>> Acceptance(True, "", 10, (0.01, 0.02), 0.01).error
-        0.015
+        >>> import functools, jax, jax.numpy as jnp, hilore_jax as hl
+        >>> from hilore_jax.planning.accept import accept
+        >>> def block(w, x):
+        ...     return x + jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ w, "mlp_gate"))
+        >>> def update(policies, w, x):
+        ...     return w - jax.grad(lambda w: hl.scan_blocks(block, w, x, policies).sum())(w), {}
+        >>> w, x = jnp.ones((4, 16, 16)), jnp.ones((512, 16))
+        >>> how = {"blocks": hl.Blocks(block, (w[0], x), 4), "target": "cpu"}
+        >>> plan = hl.plan(update, (w, x), budget=hl.Budget("2x gc"), **how)
+        >>> @functools.partial(jax.jit, static_argnums=0)
+        ... def gradients(policies, x):
+        ...     return w - update(policies, w, x)[0], jnp.array([1.0])  # and the exposures
+        >>> accept(plan, gradients, [x / 7]).accepted
+        True
     """
     if not len(updates):
         raise ValueError("hl.accept needs at least one complete update that was held out.")

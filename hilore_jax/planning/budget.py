@@ -26,7 +26,8 @@ class Budget:
             `"1.10x gc"` refers to, such as one with whole logits. None: the planned update.
 
     Example:
-        >>> Budget("1.10x gc").times_gc, Budget("46GiB").nbytes
+        >>> import hilore_jax as hl
+        >>> hl.Budget("1.10x gc", risk=0.01).times_gc, hl.Budget("46GiB").nbytes
         (1.1, 49392123904)
     """
 

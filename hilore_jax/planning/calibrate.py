@@ -81,8 +81,8 @@ def calibrate(
             intervention that is not finite is logged with its block, and may not be used.
 
     Example:
+        >>> import jax, jax.numpy as jnp, hilore_jax as hl
         >>> from jax.ad_checkpoint import checkpoint_name
-        >>> import hilore_jax as hl
         >>> def block(w, x):
         ...     return x + jnp.tanh(checkpoint_name(x @ w, "h"))
         >>> def loss(policies, w, x):
@@ -91,8 +91,8 @@ def calibrate(
         >>> w = jax.random.normal(jax.random.key(0), (2, 4, 4)) / 2
         >>> data = list(jax.random.normal(jax.random.key(1), (2, 3, 4)))
         >>> policy = hl.Policy({"h": hl.Compress("int8")})
-        >>> blocks = Blocks(block, (w[0], data[0]), 2)
-        >>> made = calibrate(loss, w, data, blocks=blocks, policies=[policy], count=2, passes=8)
+        >>> blocks = hl.Blocks(block, (w[0], data[0]), 2)
+        >>> made = hl.calibrate(loss, w, data, blocks=blocks, policies=[policy], count=2, passes=8)
         >>> [m.block for m in made.measured], made.compilations, made.passes
         ([0, 1], 2, 6)
     """

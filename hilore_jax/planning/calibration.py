@@ -55,6 +55,15 @@ class Calibration:
         form: "squared": risks add as squares; "paper": linearly (arXiv 2609.33570).
         joint: predicted and measured error of each policy behind `bias`.
         factors: of each microbatch, its errors as a multiple of what its exposure says.
+
+    Example:
+        >>> import hilore_jax as hl
+        >>> from hilore_jax.planning.calibration import Measured
+        >>> policy = hl.Policy({"mlp_up": hl.Compress("int8")})
+        >>> fits = (Measured(policy, block=0, kappa=4.0, kappa_error=0.1, error=0.01, count=1),)
+        >>> made = hl.Calibration(fits, 2.0, 1.5, (0.5,), {}, 3, 1.0, 2, {})
+        >>> made.risk(policy, 0, 0.5), made.exposure  # hl.calibrate measures one
+        (0.015, 0.5)
     """
 
     measured: tuple[Measured, ...]
@@ -105,12 +114,13 @@ class Calibration:
             ValueError: the exposure is negative or NaN.
 
         Example:
-            >>> from hilore_jax import Compress
-            >>> policy = Policy({"mlp_up": Compress("int8")})
-            >>> made = Calibration(
-            ...     (Measured(policy, 0, 4.0, 0.1, 0.01, 1),), 2.0, 1.5, (0.5,), {}, 3, 1.0, 2, {}
-            ... )
-            >>> made.risk(policy, 0, 0.5), made.risk(policy, 1, 0.5), made.risk(Policy({}), 1, 0.5)
+            >>> import hilore_jax as hl
+            >>> from hilore_jax.planning.calibration import Measured
+            >>> policy = hl.Policy({"mlp_up": hl.Compress("int8")})
+            >>> fits = (Measured(policy, block=0, kappa=4.0, kappa_error=0.1, error=0.01, count=1),)
+            >>> made = hl.Calibration(fits, 2.0, 1.5, (0.5,), {}, 3, 1.0, 2, {})
+            >>> gc = hl.Policy({})
+            >>> made.risk(policy, 0, 0.5), made.risk(policy, 1, 0.5), made.risk(gc, 1, 0.5)
             (0.015, inf, 0.0)
         """
         check_exposure(exposure)

@@ -31,6 +31,19 @@ class Ladder:
         risk: R, the relative gradient error allowed to a whole update.
         share: of the update's tokens in one microbatch, for which the plans were made. Others are
             converted, see `hilore_jax.planning.buckets.Buckets`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, hilore_jax as hl
+        >>> def block(w, x):
+        ...     return x + jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ w, "mlp_gate"))
+        >>> def update(policies, w, x):
+        ...     return w - jax.grad(lambda w: hl.scan_blocks(block, w, x, policies).sum())(w), {}
+        >>> w, x = jnp.ones((4, 16, 16)), jnp.ones((512, 16))
+        >>> how = {"blocks": hl.Blocks(block, (w[0], x), 4), "target": "cpu"}
+        >>> plan = hl.plan(update, (w, x), budget=hl.Budget("2x gc", risk=0.0), **how)
+        >>> ladder = hl.Ladder((1.0, float("inf")), (plan, plan))
+        >>> ladder.select(0.7), ladder.select(3.0), ladder.n_executables
+        (0, 1, 1)
     """
 
     edges: tuple[float, ...]
@@ -199,24 +212,20 @@ def plan_ladder(
             share outside (0, 1].
 
     Example:
-        >>> import functools, jax, jax.numpy as jnp, hilore_jax as hl
-        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> import math, jax, jax.numpy as jnp, hilore_jax as hl
         >>> def block(w, x):
-        ...     return x + jnp.tanh(checkpoint_name(x @ w, "mlp_gate"))
+        ...     return x + jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ w, "mlp_gate"))
         >>> def update(policies, w, x):
-        ...     loss = lambda w: jnp.sum(hl.scan_blocks(block, w, x, policies))
-        ...     return jax.tree.map(lambda a, g: a - g, w, jax.grad(loss)(w)), {}
-        >>> w, x = jnp.ones((4, 16, 16)), jnp.ones((512, 16))
-        >>> how = {"blocks": Blocks(block, (w[0], x), 4), "target": "cpu"}
-        >>> def at(exposure):  # stands in for a calibration
-        ...     risks = lambda name, compress: 0.004 * exposure
-        ...     budget = Budget("2x gc", risk=0.0 if exposure == math.inf else 0.015)
-        ...     return plan(update, (w, x), budget=budget, risks=risks, **how)
-        >>> ladder = plan_ladder(
-        ...     update, (w, x), budget=Budget("2x gc"), exposures=[0.5, 3.0], plan_at=at, **how
-        ... )
+        ...     return w - jax.grad(lambda w: hl.scan_blocks(block, w, x, policies).sum())(w), {}
+        >>> args = w, x = jnp.ones((4, 16, 16)), jnp.ones((512, 16))
+        >>> how = {"blocks": hl.Blocks(block, (w[0], x), 4), "target": "cpu"}
+        >>> def at(edge):  # stands in for a calibration
+        ...     budget = hl.Budget("2x gc", risk=0.0 if edge == math.inf else 0.015)
+        ...     return hl.plan(update, args, budget=budget, risks=lambda *_: 0.004 * edge, **how)
+        >>> more = {"exposures": [0.9, 1.6], "plan_at": at, "budget": hl.Budget("2x gc")}
+        >>> ladder = hl.plan_ladder(update, args, **more, **how)
         >>> ladder.edges, ladder.select(0.7)
-        ((0.5, 1.0, 2.0, 4.0, inf), 1)
+        ((1.0, 2.0, inf), 0)
     """
     if exposures is None and calibration is None:
         raise ValueError("hl.plan_ladder needs exposures, or a calibration that has them.")

@@ -122,7 +122,8 @@ def compiled_memory(
         ValueError: an argument cannot be placed on the target.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
+        >>> from hilore_jax.planning.memory import compiled_memory
         >>> from hilore_jax.planning.target import parse_target
         >>> x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
         >>> memory = compiled_memory(

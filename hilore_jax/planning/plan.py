@@ -29,6 +29,14 @@ class Blocks:
         count: how many there are, one policy each.
         argnums: arguments that the update differentiates; None: every floating-point one. Frozen
             weights belong into an argument of their own.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, hilore_jax as hl
+        >>> def block(w, x):
+        ...     return x + jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ w, "mlp_gate"))
+        >>> w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (512, 16)))
+        >>> hl.Blocks(block, (w, x), count=4).count
+        4
     """
 
     fn: Callable
@@ -87,6 +95,20 @@ class Plan:
         accepted: whether complete updates kept its budgets; None: not tried.
         acceptance: what was found then.
         measured: updates timed under the menu's entries, where `cost` is "measured".
+
+    Example:
+        >>> import jax, jax.numpy as jnp, hilore_jax as hl
+        >>> def block(w, x):
+        ...     return x + jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ w, "mlp_gate"))
+        >>> def update(policies, w, x):
+        ...     return w - jax.grad(lambda w: hl.scan_blocks(block, w, x, policies).sum())(w), {}
+        >>> w, x = jnp.ones((4, 16, 16)), jnp.ones((512, 16))
+        >>> blocks = hl.Blocks(block, (w[0], x), 4)
+        >>> plan = hl.plan(update, (w, x), blocks=blocks, budget=hl.Budget("4x gc"), target="cpu")
+        >>> len(plan.policies), plan.memory.peak <= plan.budget, plan.risk <= plan.risk_budget
+        (4, True, True)
+        >>> print(plan.explain().splitlines()[0])
+        plan for cpu, 4 blocks
     """
 
     policies: tuple[Policy, ...]

@@ -73,6 +73,20 @@ def profile_plan(
     Raises:
         ValueError: fewer than two plans; or one whose compiled program still runs matmuls that it
             claims to have removed, or none of those that it claims to recompute.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, hilore_jax as hl
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> from hilore_jax.planning.profile import profile_plan
+        >>> def block(w, x):
+        ...     return jnp.tanh(checkpoint_name(x @ w, "mlp_gate"))
+        >>> def update(policies, w, x):
+        ...     loss = lambda w: jnp.sum(hl.scan_blocks(block, w, x, policies))
+        ...     return jax.tree.map(lambda a, g: a - g, w, jax.grad(loss)(w)), {}
+        >>> plans = {"gc": [hl.Policy({})] * 2, "kept": [hl.parse_policy("mlp_gate=store")] * 2}
+        >>> found = profile_plan(update, (jnp.ones((2, 8, 8)), jnp.ones((4, 8))), plans, repeats=2)
+        >>> found["gc"].matmuls - found["kept"].matmuls, len(found["kept"].seconds)
+        (2, 2)
     """
     if len(plans) < 2:
         raise ValueError(f"profile_plan compares plans: found {list(plans)}, expected two or more.")

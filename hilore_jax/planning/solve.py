@@ -92,21 +92,14 @@ def plan(
 
     Example:
         >>> import jax, jax.numpy as jnp, hilore_jax as hl
-        >>> from jax.ad_checkpoint import checkpoint_name
         >>> def block(w, x):
-        ...     return x + jnp.tanh(checkpoint_name(x @ w, "mlp_gate"))
+        ...     return x + jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ w, "mlp_gate"))
         >>> def update(policies, w, x):
-        ...     loss = lambda w: jnp.sum(hl.scan_blocks(block, w, x, policies))
-        ...     return jax.tree.map(lambda a, g: a - g, w, jax.grad(loss)(w)), {}
+        ...     return w - jax.grad(lambda w: hl.scan_blocks(block, w, x, policies).sum())(w), {}
         >>> w, x = jnp.ones((4, 16, 16)), jnp.ones((512, 16))
-        >>> made = plan(
-        ...     update,
-        ...     (w, x),
-        ...     blocks=Blocks(block, (w[0], x), 4),
-        ...     budget=Budget("4x gc"),
-        ...     target="cpu",
-        ... )
-        >>> made.memory.peak <= made.budget, made.removed_flops
+        >>> blocks = hl.Blocks(block, (w[0], x), 4)
+        >>> plan = hl.plan(update, (w, x), blocks=blocks, budget=hl.Budget("4x gc"), target="cpu")
+        >>> plan.memory.peak <= plan.budget, plan.removed_flops
         (True, 1.0)
     """
     pricing = parse_cost(cost)

@@ -300,9 +300,9 @@ def test_paired_differences_do_not_see_what_all_have_in_common():
 def test_a_measured_plan_is_kept_told_and_used_again(tmp_path):
     found = priced("9x gc")
     text = str(found)
-    assert "seconds are measured" in text and "(measured, beyond the fastest entry" in text
-    assert "updates under 4 policies in 5 turns, 8.0000 s each under GC" in text
-    assert "2500.000 (2500.000 to 2500.000)" in text
+    assert "time: measured" in text and "updates under 4 policies in 5 turns, 8.00 s each" in text
+    saves = re.search(r"quartiles .*\n.*\n +0-1 .* 2\.50 +2\.50 to 2\.50 ", text)
+    assert saves and " 5.00 " in text.splitlines()[text[: saves.end()].count("\n") + 1]
     found.save(tmp_path / "plan.json")
     again = hl.Plan.load(tmp_path / "plan.json")
     assert again == found
