@@ -70,7 +70,7 @@ def test_the_commands_in_order(graded, tmp_path, capsys):
     allowed = dataclasses.replace(training, allow_rejected=True)
     assert run_policies(allowed, graded.model.config) == accepted.policies
     larger = dataclasses.replace(graded.model.config, n_layers=3)
-    with pytest.raises(ValueError, match="blocks: planned for 2; found 3"):
+    with pytest.raises(ValueError, match="blocks: the plan has 2, this run has 3"):
         run_policies(training, larger)
 
 
@@ -89,7 +89,7 @@ def test_settings_are_checked_before_sampling(tmp_path):
         run_calibrate(CalibrateConfig(**SIZES, microbatches=3))
     with pytest.raises(ValueError, match=r"group must be >= 2"):
         run_calibrate(CalibrateConfig(group=1))
-    with pytest.raises(ValueError, match=r"plan 'none.json' is not a file"):
+    with pytest.raises(ValueError, match=r"--plan none\.json: no such file"):
         check(TrainConfig(plan="none.json", run_dir=str(tmp_path)))
 
 

@@ -66,7 +66,7 @@ GC, UP = hl.Policy({}), hl.Policy({"mlp_up": hl.Compress("int8", tile=32)})
 @pytest.fixture
 def calibration(folder, tmp_path):
     """Risk 0.01 E for each block, which were measured at exposures 0.4 and 0.9."""
-    config = PlanConfig(model=folder, batch="2x64", lora=2, target="cpu")
+    config = PlanConfig(model=folder, batch="2x64", lora_rank=2, target="cpu")
     fingerprint = model_fingerprint(abstract_update(config).blocks())
     measured = tuple(MeasuredRisk(UP, block, 2.0, 0.1, 0.01, 1) for block in range(3))
     made = hl.Calibration(measured, 2.0, 1.0, (0.4, 0.9), fingerprint, 9, 1.0, 2, {})
