@@ -106,11 +106,11 @@ def read(path: str | Path, kind: str, option: str = "") -> Any:
         >>> read("none.json", "plan", "--plan")
         Traceback (most recent call last):
         ...
-        FileNotFoundError: --plan none.json: no such file. hilore plan --out FILE writes one.
+        FileNotFoundError: --plan none.json: no such file; hilore plan --out FILE writes one.
     """
     where = f"{option} {path}".strip()
     wanted = KINDS[kind]
-    make = f". {wanted.make[0].upper() if not option else wanted.make[0]}{wanted.make[1:]}."
+    make = f"; {wanted.make}." if wanted.make else "."
     try:
         fields = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -136,11 +136,10 @@ def check_kind(fields: Any, kind: str, where: str) -> None:
     """
     found = kind_of(fields)
     if found is not None and found != kind:
-        other, wanted = KINDS[found], KINDS[kind]
-        instead = f" {wanted.make[0].upper()}{wanted.make[1:]}." if wanted.make else ""
+        other, make = KINDS[found], KINDS[kind].make
         raise ValueError(
-            f"{where} is not a {kind} file: it holds {other.name}, which is for {other.takes}."
-            + instead
+            f"{where} is not a {kind} file: it holds {other.name}, which is for {other.takes}"
+            + (f"; {make}." if make else ".")
         )
 
 

@@ -72,8 +72,8 @@ class Schedule:
         if joint < 0 or (joint < _LEAST_JOINT and entries * blocks >= 8 * _LEAST_JOINT):
             raise ValueError(
                 f"{entries} policies on {blocks} blocks and {count} exact gradients take {least} "
-                f"passes, and {_LEAST_JOINT} joint ones, but passes={self.passes}: give fewer "
-                "policies."
+                f"passes, and {_LEAST_JOINT} joint ones, but passes={self.passes}: allow more "
+                "passes, or give fewer policies."
             )
         return joint
 

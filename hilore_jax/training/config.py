@@ -210,7 +210,7 @@ def _file_faults(path: str, kind: str) -> list[str]:
     return []
 
 
-def read_policy(text: str, option: str = "--policy") -> Policy:
+def read_policy(text: str, option: str = "") -> Policy:
     """A policy as commands take it; of a file of another kind it says what takes that.
 
     Raises:

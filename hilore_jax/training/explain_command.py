@@ -57,7 +57,7 @@ def run_explain(config: ExplainConfig) -> None:
         if getattr(config, name) < least:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} must be >= {least}, found {getattr(config, name)}")
-    policy = read_policy(config.policy)
+    policy = read_policy(config.policy, "--policy")
     lora = LoraConfig(rank=config.lora_rank) if config.lora_rank else None
     fields = {"dtype": config.dtype, "param_dtype": config.dtype, "lora": lora}
     shape = shape_of(config.model, **fields)

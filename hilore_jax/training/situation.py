@@ -89,9 +89,10 @@ def check_situation(
     settings = run_settings(planned) if settings is None else settings
     names = {name for name in planned.keys() & found.keys() if planned[name] != found[name]}
     options = _options(planned, settings, names)
-    remedy = f"Give {options}, or make" if options else "Make"
+    options = options or "the model, adapters and batch that it was made for"
     raise ValueError(
-        f"the {of} was made for another situation: {'; '.join(differ)}. {remedy} another {of}."
+        f"the {of} was made for another situation: {'; '.join(differ)}. Give {options}, or make "
+        f"another {of}."
     )
 
 
