@@ -51,7 +51,7 @@ class Config:
 def compare(config: Config, model: str, target_name: str) -> list[dict[str, Any]]:
     """The rows of one model on one target."""
     asked = PlanConfig(
-        model=model, batch=config.batch, lora=config.lora, target=target_name, risk=config.risk
+        model=model, batch=config.batch, lora_rank=config.lora, target=target_name, risk=config.risk
     )
     update, target = abstract_update(asked), parse_target(target_name)
     blocks = update.blocks()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 COMMANDS = {
     "train": "GRPO on a verifiable task, each update under a remat policy",
@@ -18,39 +20,46 @@ COMMANDS = {
     "calibrate": "measured risks of compression for a model, on its own rollouts",
     "accept": "whether a plan keeps its memory and its gradient error on real updates",
     "exposure": "which tokens, groups and microbatches of a run can take low precision",
-    "explain": "what a policy saves and recomputes in one block of a model, or a plan file",
+    "explain": "what a policy saves and recomputes in one block of a model, or a plan",
     "bench": "memory and speed against jax.checkpoint and plain code",
     "doctor": "versions, devices, and which extras are installed",
 }
+# What a command takes beside its options; also by the option of that name.
+_POSITIONAL = {
+    "accept": ("PLAN", "--plan"),
+    "exposure": ("RUN", "--run-dir"),
+    "explain": ("[PLAN]", "--plan"),
+}
 _USAGE = "usage: hilore COMMAND [options]\n\ncommands:\n" + "".join(
-    f"  {name:<10}{text}\n" for name, text in COMMANDS.items()
+    f"  {' '.join((name, *_POSITIONAL.get(name, ())[:1])):<16}{text}\n"
+    for name, text in COMMANDS.items()
 )
 _HELP = _USAGE + "\n`hilore COMMAND --help` lists a command's options.\n"
 # Faults of the input: the message says all, a traceback would hide it.
-_EXPECTED = (ValueError, ImportError, FileNotFoundError, FloatingPointError)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExplainConfig:
-    """What a policy saves and recomputes in one block of a model, without its weights."""
-
-    policy: str = "gc"
-    """`gc`, `store`, a JSON file, or pairs such as `mlp_gate=int8,attn_out=store`."""
-    model: str = "smollm2-135m"
-    """A family by name, such as `qwen2.5-3b`, or a folder with a config.json."""
-    rows: int = 1
-    """Sequences."""
-    seq: int = 512
-    """Tokens a sequence."""
-    dtype: str = "bfloat16"
-    """Compute and storage dtype."""
-    lora_rank: int = 0
-    """Rank of LoRA adapters; 0 for none."""
+_STOPPED = 128 + signal.SIGINT
+_EXPECTED = (ValueError, ImportError, OSError, FloatingPointError)
 
 
 @dataclasses.dataclass(frozen=True)
 class DoctorConfig:
     """Versions, devices, and which extras are installed."""
+
+
+def run() -> NoReturn:
+    """The process's own main: as `main`, with the process's arguments, then the process ends.
+
+    Stopped by a signal it ends at once: a compiler's threads may be at work still, and they crash
+    when the interpreter takes down what they use.
+    """
+    try:
+        code = _command(sys.argv[1:])
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # a pipe that was closed
+                stream.flush()
+        os._exit(_STOPPED)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,38 +71,81 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 done, 1 a rejected plan, 2 wrong input, 130 or 143 stopped by a signal.
     """
+    try:
+        return _command(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        return _STOPPED
+
+
+def _command(argv: Sequence[str]) -> int:
+    """As `main`; what stopped it has been said when KeyboardInterrupt is raised."""
     # jax's CUDA plugin, where it is installed without a GPU, would print a traceback as it loads.
     # On a machine with one its check of CUDA's libraries stays on.
     if not glob.glob("/dev/nvidia*"):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0 if argv else 2
-    if argv[0] not in COMMANDS:
-        print(f"hilore: unknown command {argv[0]!r}\n\n{_HELP}", end="", file=sys.stderr)
+    name, *rest = argv
+    if name not in COMMANDS:
+        print(f"hilore: unknown command {name!r}\n\n{_HELP}", end="", file=sys.stderr)
         return 2
-    run: Callable[[Sequence[str]], int | None] = globals()[f"_{argv[0]}"]
+    command: Callable[[Sequence[str]], int | None] = globals()[f"_{name}"]
     try:
-        return run(argv[1:]) or 0
+        return command(rest) or 0
     except _EXPECTED as error:
-        print(f"hilore {argv[0]}: {error}", file=sys.stderr)
+        print(f"hilore {name}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print(f"hilore {argv[0]}: stopped at once", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        print(f"hilore {name}: {str(stop) or 'stopped at once'}", file=sys.stderr)
+        raise
 
 
-def _parse(kind: type, command: str, argv: Sequence[str]) -> Any:
+def _parse(kind: type, command: str, argv: Sequence[str], **options: Any) -> Any:
     import tyro
 
-    return tyro.cli(kind, args=list(argv), prog=f"hilore {command}")
+    args = _with_positional(argv, _POSITIONAL.get(command, ("", ""))[1])
+    return tyro.cli(kind, args=args, prog=f"hilore {command}", **options)
+
+
+def _with_positional(argv: Sequence[str], option: str) -> list[str]:
+    """The arguments with an option's value in place of the option, where it has one."""
+    found: list[str] = []
+    rest = iter(argv)
+    for text in rest:
+        if option and text == option:
+            found += [value for value in [next(rest, None)] if value is not None]
+        elif option and text.startswith(f"{option}="):
+            found.append(text.removeprefix(f"{option}="))
+        else:
+            found.append(text)
+    return found
+
+
+def _parse_with_file(kind: type, command: str, argv: Sequence[str]) -> Any:
+    """Settings, those of a plan or calibration that they name in place of the defaults."""
+    from hilore_jax.training.recorded import taken
+
+    config = _parse(kind, command, argv)
+    path, defaults = taken(config)
+    if not defaults:
+        return config
+    config = _parse(kind, command, argv, default=dataclasses.replace(config, **defaults))
+    kept = {name: getattr(config, name) for name in defaults}
+    used = [
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in kept.items()
+        if value == defaults[name]
+    ]
+    if used and not getattr(config, "quiet", False):
+        print(f"taken from {path}: {' '.join(used)}", file=sys.stderr, flush=True)
+    return config
 
 
 def _train(argv: Sequence[str]) -> int:
     from hilore_jax.training.config import TrainConfig, check
 
-    config = _parse(TrainConfig, "train", argv)
+    config = _parse_with_file(TrainConfig, "train", argv)
     check(config)
     from hilore_jax.training.trainer import train
 
@@ -121,7 +173,7 @@ def _bench(argv: Sequence[str]) -> int | None:
 def _plan(argv: Sequence[str]) -> None:
     from hilore_jax.training.plan_command import PlanConfig, run_plan
 
-    run_plan(_parse(PlanConfig, "plan", argv))
+    run_plan(_parse_with_file(PlanConfig, "plan", argv))
 
 
 def _calibrate(argv: Sequence[str]) -> None:
@@ -133,42 +185,19 @@ def _calibrate(argv: Sequence[str]) -> None:
 def _accept(argv: Sequence[str]) -> int:
     from hilore_jax.training.accept_command import AcceptOptions, run_accept
 
-    if argv and not argv[0].startswith("-"):
-        argv = ["--plan", *argv]
-    return 0 if run_accept(_parse(AcceptOptions, "accept", argv)).accepted else 1
+    return 0 if run_accept(_parse_with_file(AcceptOptions, "accept", argv)).accepted else 1
 
 
 def _exposure(argv: Sequence[str]) -> None:
     from hilore_jax.report.exposure_command import ExposureConfig, run_exposure
 
-    if argv and not argv[0].startswith("-"):
-        argv = ["--run-dir", *argv]
     run_exposure(_parse(ExposureConfig, "exposure", argv))
 
 
 def _explain(argv: Sequence[str]) -> None:
-    if len(argv) == 1 and argv[0].endswith(".json"):
-        from hilore_jax.planning.plan import Plan
+    from hilore_jax.training.explain_command import ExplainConfig, run_explain
 
-        print(Plan.load(argv[0]))
-        return
-    config = _parse(ExplainConfig, "explain", argv)
-    least = {"rows": 1, "seq": 1, "lora_rank": 0}
-    for name, minimum in least.items():
-        if getattr(config, name) < minimum:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} must be >= {minimum}, found {getattr(config, name)}")
-    from hilore_jax.explain import explain
-    from hilore_jax.models.config import LoraConfig
-    from hilore_jax.models.lookup import shape_of
-    from hilore_jax.spelling import parse_policy
-    from hilore_jax.training.report import block_and_arguments
-
-    lora = LoraConfig(rank=config.lora_rank) if config.lora_rank else None
-    fields = {"dtype": config.dtype, "param_dtype": config.dtype, "lora": lora}
-    shape = shape_of(config.model, **fields)
-    block, arguments = block_and_arguments(shape, config.rows, config.seq)
-    print(explain(parse_policy(config.policy), block, *arguments, argnums=(0, 1)))
+    run_explain(_parse(ExplainConfig, "explain", argv))
 
 
 def _doctor(argv: Sequence[str]) -> None:

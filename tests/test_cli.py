@@ -11,8 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
+import hilore_jax as hl
 from hilore_jax import cli
 from hilore_jax.models.shapes import family, to_hf
+from hilore_jax.planning.menu import Entry
+from plans import bare_plan
 
 
 def run(capsys, *argv):
@@ -47,11 +50,68 @@ def test_unknown_command(capsys):
     assert "unknown command 'trian'" in err and "train" in err
 
 
-@pytest.mark.parametrize("command", ["train", "demo", "explain", "doctor"])
+@pytest.mark.parametrize("command", ["train", "demo", "doctor"])
 def test_each_command_has_help(capsys, command):
     code, out, _ = run(capsys, command, "--help")
     assert code == 0
     assert f"hilore {command}" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "argument"), [("accept", "PLAN"), ("exposure", "RUN"), ("explain", "[PLAN]")]
+)
+def test_help_shows_what_a_command_takes_beside_options(capsys, command, argument):
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0 and f"hilore {command} [-h] [OPTIONS] {argument}\n" in out
+    assert f"  {command} {argument} " in run(capsys, "--help")[1]
+
+
+@pytest.mark.parametrize("option", [["none"], ["--plan", "none"], ["--plan=none"]])
+def test_a_file_beside_the_options_may_have_its_option(capsys, option):
+    code, _, err = run(capsys, "accept", *option, "--updates", "1")
+    assert (code, "--plan none: no such file; hilore plan --out" in err) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "calibrate", "accept", "explain"])
+def test_adapters_have_the_same_option_everywhere(capsys, command):
+    _, out, _ = run(capsys, command, "--help")
+    assert "--lora INT, --lora-rank INT" in out
+
+
+def test_explain_prints_ladders_and_calibrations_and_names_other_files(capsys, tmp_path):
+    gc = hl.Policy({})
+    made = bare_plan([gc], [Entry(gc, 0, 0.0, 0, 0, 0.0)])
+    hl.Ladder((1.0, float("inf")), (made, made)).save(tmp_path / "ladder.json")
+    hl.Calibration((), 1.0, 1.0, (0.5,), {}, 1, 1.0, 1, {}).save(tmp_path / "calibration.json")
+    (tmp_path / "policy.json").write_text(gc.to_json())
+    for name, text in (("ladder", "ladder of 2 plans"), ("calibration", "calibration of ")):
+        code, out, _ = run(capsys, "explain", str(tmp_path / f"{name}.json"))
+        assert code == 0 and text in out
+    code, _, err = run(capsys, "explain", str(tmp_path / "policy.json"))
+    assert code == 2 and "it holds a policy, which is for" in err
+    code, _, err = run(capsys, "explain", "--policy", str(tmp_path / "ladder.json"))
+    assert code == 2 and "--policy" in err and "it holds a ladder of plans" in err
+    code, _, err = run(capsys, "explain", str(tmp_path / "ladder.json"), "--seq", "8")
+    assert code == 2 and "leave the other options out" in err
+
+
+def test_a_signal_ends_the_process_though_a_compiler_is_at_work():
+    """A thread that never ends stands for the compiler's: an ordinary end would wait for it."""
+    program = (
+        "import os, signal, sys, threading, time; from hilore_jax import cli\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "def compiling(argv):\n"
+        "    print('compiling')\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+        "cli._plan, sys.argv = compiling, ['hilore', 'plan']\n"
+        "cli.run()"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (found.returncode, found.stdout) == (130, "compiling\n")
+    assert found.stderr == "hilore plan: stopped at once\n"
 
 
 def test_faults_are_printed_together_without_a_traceback(capsys, tmp_path):

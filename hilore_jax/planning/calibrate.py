@@ -1,7 +1,6 @@
 """`calibrate`: isolated interventions on blocks, against exact gradients of the same microbatch."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,17 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hilore_jax.actions import Compress, Policy
+from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
 from hilore_jax.intervene import Interventions
-from hilore_jax.planning.calibration import FORMS, Calibration, model_fingerprint
+from hilore_jax.planning.bar import LINES, Bar
+from hilore_jax.planning.calibration import Calibration
 from hilore_jax.planning.fits import Row, factors, fitted, joint_bias
 from hilore_jax.planning.measurements import Record, content, digest, row_of
 from hilore_jax.planning.memory_cache import library_version
 from hilore_jax.planning.plan import Blocks
-
-MOST_POLICIES = 10
-_LEAST_JOINT = 4
+from hilore_jax.planning.schedule import Schedule
 
 Loss = Callable[..., tuple[Any, Any]]
 
@@ -69,7 +67,7 @@ def calibrate(
         risk: "squared" or "paper".
         seed: of the joint policies.
         resume: file that every measurement is added to, and where an earlier call's are found.
-        progress: show a bar; default: on a terminal.
+        progress: show a bar, or a line now and then off a terminal; default: a bar on a terminal.
 
     Returns:
         The calibration.
@@ -97,22 +95,18 @@ def calibrate(
         ([0, 1], 2, 6)
     """
     began = time.perf_counter()
-    entries = tuple(dict.fromkeys(p for p in policies if p.names(Compress)))
-    _check(risk, entries, count, per_update)
-    schedule = _schedule(microbatches, len(entries), blocks.count, count, passes, seed)
-    fingerprint = model_fingerprint(blocks)
+    how = Schedule(blocks, tuple(policies), count, per_update, passes, risk, seed)
+    entries, schedule = how.entries, how.choices()
+    if len(microbatches) < count:
+        raise ValueError(
+            f"hl.calibrate was given {len(microbatches)} microbatches, expected {count}: sample "
+            "more, or ask for fewer with count=."
+        )
     microbatches = microbatches[:count]
-    identity = [
-        fingerprint,
-        [p.to_json() for p in entries],
-        passes,
-        seed,
-        per_update,
-        jax.__version__,
-    ]
-    record = Record(resume, digest([identity, *map(content, microbatches)]))
+    record = Record(resume, how.identity, digest([content(m) for m in microbatches]))
     probe = _Probe(loss, params, microbatches[0], entries, blocks.count, args)
-    with _bar(progress, sum(map(len, schedule)) + count, record) as bar:
+    total, done = sum(map(len, schedule)) + count, len(record.rows)
+    with Bar(progress, total, "gradient", every=LINES, done=done) as bar:
         size = per_update or count
         for first in range(0, count, size):
             whole = range(first, min(first + size, count))
@@ -124,13 +118,13 @@ def calibrate(
                 exact = probe(microbatches[m], [0] * blocks.count, keep=True)
                 _check_exact(exact, m)
                 if record.add(Row(m, (), exact.exposure, exact.distance, exact.norm, ())):
-                    bar.update()
+                    bar.end()
                 if not known:
                     probe.gather(first == m)
                 for chosen in todo:
                     found = probe(microbatches[m], chosen)
                     record.add(row_of(m, chosen, found, entries))
-                    bar.update()
+                    bar.end()
             if str(first) not in record.norms:
                 record.norms[str(first)] = probe.gathered()
         record.seconds += time.perf_counter() - began
@@ -144,7 +138,7 @@ def calibrate(
         norm=norm,
         bias=bias,
         exposures=tuple(row.exposure for row in sorted(rows) if not row.chosen),
-        fingerprint=fingerprint,
+        fingerprint=how.fingerprint,
         passes=len(rows),
         seconds=record.seconds,
         compilations=probe.compilations,
@@ -227,54 +221,6 @@ class _Probe:
         return self._norm
 
 
-def _schedule(
-    microbatches: Sequence[Any], entries: int, blocks: int, count: int, passes: int, seed: int
-) -> list[list[list[int]]]:
-    """The choices to try on each microbatch beside the exact one."""
-    if len(microbatches) < count:
-        raise ValueError(
-            f"hl.calibrate was given {len(microbatches)} microbatches, expected {count}: sample "
-            "more, or ask for fewer with count=."
-        )
-    least = count + entries * blocks
-    joint = min(passes - least, 4 * count)
-    if joint < 0 or (joint < _LEAST_JOINT and entries * blocks >= 8 * _LEAST_JOINT):
-        raise ValueError(
-            f"{entries} policies on {blocks} blocks and {count} exact gradients take {least} "
-            f"passes, and {_LEAST_JOINT} joint ones, but passes={passes}: give fewer policies."
-        )
-    found: list[list[list[int]]] = [[] for _ in range(count)]
-    for unit in range(entries * blocks):
-        index = [0] * blocks
-        index[unit % blocks] = 1 + unit // blocks
-        # Policies begin one further each: in step with the blocks, what belongs to a microbatch
-        # could not be told from what belongs to a block.
-        found[(unit + unit // blocks) % count].append(index)
-    random = np.random.default_rng(seed)
-    for n in range(joint):
-        while sum(map(bool, index := random.integers(0, entries + 1, blocks).tolist())) < 2:
-            if blocks < 2:
-                return found
-        if index not in found[n % count]:
-            found[n % count].append(index)
-    return found
-
-
-def _check(form: str, entries: Sequence[Policy], count: int, per_update: int | None) -> None:
-    if form not in FORMS:
-        raise ValueError(f"hl.calibrate(risk={form!r}): expected one of {FORMS}.")
-    if not 0 < len(entries) <= MOST_POLICIES:
-        raise ValueError(
-            f"hl.calibrate was given {len(entries)} policies that compress, expected 1 to "
-            f"{MOST_POLICIES}: each costs a gradient for every block. See "
-            "hilore_jax.planning.frontier.frontier."
-        )
-    if count < 1 or (per_update is not None and (per_update < 1 or count % per_update)):
-        raise ValueError(
-            f"count={count} microbatches do not make whole updates of per_update={per_update}."
-        )
-
-
 def _check_exact(found: _Found, micro: int) -> None:
     if not (math.isfinite(found.norm) and math.isfinite(found.exposure)):
         raise FloatingPointError(
@@ -286,10 +232,3 @@ def _check_exact(found: _Found, micro: int) -> None:
             f"microbatch {micro} has exposure {found.exposure}: its gradient is 0, so that nothing "
             "can be measured on it. Leave out groups whose rewards are all equal."
         )
-
-
-def _bar(wanted: bool | None, total: int, record: Record) -> Any:
-    from tqdm import tqdm
-
-    hidden = not (sys.stderr.isatty() if wanted is None else wanted)
-    return tqdm(total=total, initial=len(record.rows), unit="pass", disable=hidden)

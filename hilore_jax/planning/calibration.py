@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hilore_jax import tracing
 from hilore_jax.actions import Compress, Policy
+from hilore_jax.planning.files import read
 from hilore_jax.planning.fingerprint import describe, differences
 from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.plan import Blocks
@@ -199,9 +200,10 @@ class Calibration:
 
         Raises:
             ValueError: not a calibration, of another schema, or of another model's shape.
+            FileNotFoundError: no such file.
         """
+        fields = read(path, "calibration")
         try:
-            fields = json.loads(Path(path).read_text())
             schema = fields.pop("schema")
             policies, rows = fields.pop("policies"), fields.pop("measured")
         except (ValueError, KeyError, AttributeError, TypeError) as error:

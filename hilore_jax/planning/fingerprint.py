@@ -9,6 +9,13 @@ import jax
 
 Fingerprint = dict[str, str]
 
+# Facts of which others follow: names in a `fingerprint` or a calibration's, by what they show.
+_SHAPES = (
+    *("block arguments", "update arguments"),
+    *("activations", "trained parameters of a block"),
+)
+_GENERAL = ("jax", "target", "blocks", "argnums")
+
 
 def fingerprint(block_fn: Callable, block_args: tuple[Any, ...], args: Any, **facts: Any) -> dict:
     """Names and values that must be equal for a plan to hold.
@@ -52,21 +59,42 @@ def describe(tree: Any) -> str:
     return ", ".join(parts)
 
 
-def differences(planned: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """What differs, in words; empty where both agree on every name that both have."""
+def differences(
+    planned: Mapping[str, str],
+    found: Mapping[str, str],
+    words: str = "planned for {}; found {}",
+) -> list[str]:
+    """What differs, in words; empty where both agree on every name that both have.
+
+    What only follows from another difference is left out: shapes where a fact in words differs
+    (a batch, a rank), and the hash of the block's program where anything else does.
+
+    Args:
+        planned: facts of a file.
+        found: facts of the present situation.
+        words: what is said of the two values.
+
+    Example:
+        >>> differences({"block": "1f", "LoRA rank": "0"}, {"block": "2e", "LoRA rank": "16"})
+        ['LoRA rank: planned for 0; found 16']
+    """
+    differ = [name for name in planned if name in found and planned[name] != found[name]]
+    if any(name not in (*_SHAPES, *_GENERAL, "block") for name in differ):
+        differ = [name for name in differ if name not in _SHAPES]
+    differ = [name for name in differ if name != "block"] or differ
     return [
-        f"{name}: planned for {_short(planned[name], found[name])}"
-        for name in planned
-        if name in found and planned[name] != found[name]
+        f"{name}: {words.format(*_short(planned[name], found[name]))}"
+        + " (hashes of its traced program)" * (name == "block")
+        for name in differ
     ]
 
 
-def _short(planned: str, found: str) -> str:
+def _short(planned: str, found: str) -> tuple[str, str]:
     """Both values, reduced to the parts that differ where they are lists."""
     left, right = planned.split(", "), found.split(", ")
     only_left = [part for part in left if part not in right] or left
     only_right = [part for part in right if part not in left] or right
-    return f"{', '.join(only_left[:4])}; found {', '.join(only_right[:4])}"
+    return ", ".join(only_left[:4]), ", ".join(only_right[:4])
 
 
 def _digest(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from hilore_jax.actions import Compress, Policy
 from hilore_jax.planning.buckets import Buckets, microbatch_risk, power_of_two_edges
 from hilore_jax.planning.budget import Budget
+from hilore_jax.planning.files import read
 from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.plan import Blocks, Plan, runs
 from hilore_jax.planning.refined import refined_segments
@@ -148,9 +149,10 @@ class Ladder:
 
         Raises:
             ValueError: not a ladder, of another schema, or made for another situation.
+            FileNotFoundError: no such file.
         """
+        fields = read(path, "ladder")
         try:
-            fields = json.loads(Path(path).read_text())
             schema, edges, plans = (fields[name] for name in ("schema", "edges", "plans"))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a ladder file: {error!r}.") from None

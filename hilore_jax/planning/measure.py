@@ -11,7 +11,7 @@ import jax
 
 from hilore_jax.actions import Policy
 from hilore_jax.planning.allocate import allocate
-from hilore_jax.planning.bar import Bar
+from hilore_jax.planning.bar import LINES, Bar
 from hilore_jax.planning.claims import PLAIN, claim_fault
 from hilore_jax.planning.executed import Executed, executed_matmuls
 from hilore_jax.planning.measured import Measured, Timing, paired
@@ -183,7 +183,7 @@ def measure(
         donate: positions of arguments whose buffers the update reuses.
         how: turns, microbatches and the timer.
         fingerprint: what the figures hold for.
-        progress: show a bar; default: on a terminal.
+        progress: show a bar, or lines off a terminal; default: a bar on a terminal.
 
     Returns:
         What was measured.
@@ -229,7 +229,7 @@ def measure(
     others = _not_listed(menu, entries)
     if others:
         _LOG.info("%d entries of the menu are left out: %s", len(others), others[0][1])
-    with Bar(progress, len(timed) * (how.turns + 1), "update") as bar:
+    with Bar(progress, len(timed) * (how.turns + 1), "update", every=LINES) as bar:
 
         def fresh(program: _Program) -> tuple[Any, ...]:
             policy, count = program.entry.policy, program.count

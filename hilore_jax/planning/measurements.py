@@ -12,28 +12,68 @@ import jax
 import numpy as np
 
 from hilore_jax.actions import Policy
+from hilore_jax.planning.files import read
 from hilore_jax.planning.fits import Row
 from hilore_jax.planning.memory_cache import write_whole
 
 _LOG = logging.getLogger("hilore_jax")
 
 
-class Record:
-    """Measurements, kept in a file where one is given."""
+def check_record(path: str | Path, identity: str) -> None:
+    """Refuses a file with measurements of another calibration, before there are microbatches.
 
-    def __init__(self, path: str | Path | None, identity: str):
-        self._path, self._identity = None if path is None else Path(path), identity
+    Args:
+        path: the file; none is fine.
+        identity: a hash of all that measurements depend on beside the microbatches' values.
+
+    Raises:
+        ValueError: another calibration's, damaged, or a file of another kind.
+    """
+    if Path(path).exists():
+        _body(path, identity)
+
+
+def _body(path: str | Path, identity: str) -> dict[str, Any]:
+    body = read(path, "measurements")
+    try:
+        found = body["identity"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}. Remove it.") from None
+    if found != identity:
+        raise ValueError(
+            f"{path} holds measurements of another calibration (its model, policies, passes, "
+            "microbatches, seed or jax differ). Give the settings of that one to go on with it, "
+            "name another file, or remove it."
+        )
+    return body
+
+
+class Record:
+    """Measurements, kept in a file where one is given.
+
+    Args:
+        path: the file, or None.
+        identity: as for `check_record`.
+        content: a hash of the microbatches.
+
+    Raises:
+        ValueError: as `check_record`, or measurements on other microbatches.
+    """
+
+    def __init__(self, path: str | Path | None, identity: str, content: str):
+        self._path = None if path is None else Path(path)
+        self._about = {"identity": identity, "content": content}
         self.rows: list[Row] = []
         self.norms: dict[str, float] = {}
         self.seconds = 0.0
         if self._path is None or not self._path.exists():
             return
+        body = _body(self._path, identity)
         try:
-            body = json.loads(self._path.read_text())
-            if body["identity"] != identity:
+            if body["content"] != content:
                 raise ValueError(
-                    f"{path} holds measurements of another calibration (its model, microbatches, "
-                    "policies, seed or jax differ). Name another file, or remove it."
+                    f"{path} holds measurements on other microbatches (the task, its sampling or "
+                    "the weights differ). Name another file, or remove it."
                 )
             pairs = lambda found: tuple(tuple(pair) for pair in found)  # noqa: E731
             self.rows = [
@@ -60,7 +100,7 @@ class Record:
     def write(self) -> None:
         """Writes the file whole."""
         if self._path is not None:
-            body = {"identity": self._identity, "norms": self.norms, "seconds": self.seconds}
+            body = {**self._about, "norms": self.norms, "seconds": self.seconds}
             write_whole(self._path, json.dumps({**body, "rows": self.rows}) + "\n")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hilore_jax.actions import Policy
 from hilore_jax.planning.allocate import allocate, total_risk
+from hilore_jax.planning.files import read
 from hilore_jax.planning.fingerprint import differences
 from hilore_jax.planning.measured import Measured
 from hilore_jax.planning.memory import Memory
@@ -249,12 +250,9 @@ class Plan:
 
         Raises:
             ValueError: not a plan, of a newer schema, or made for another situation.
+            FileNotFoundError: no such file.
         """
-        try:
-            fields = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"{path} is not a plan file: {error!r}.") from None
-        return cls.from_dict(fields, path, found)
+        return cls.from_dict(read(path, "plan"), path, found)
 
     @classmethod
     def from_dict(

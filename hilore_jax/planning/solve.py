@@ -79,7 +79,8 @@ def plan(
         calibration: measured risks, block by block, in place of `risks`; what it did not measure
             is not used. The risk budget is then one microbatch's: its share of the update's.
         exposure: of the microbatches to plan for; default: the calibration's median.
-        progress: show a bar over compilations; default: on a terminal.
+        progress: show a bar over compilations, or a line each off a terminal; default: a bar on
+            a terminal.
 
     Returns:
         A plan whose compiled peak fits.
@@ -143,7 +144,9 @@ def plan(
         def compiled(policies: tuple[Policy, ...], fn: Update = update) -> Memory:
             bar.step(describe(policies))
             bound = functools.partial(fn, policies)
-            return compiled_memory(bound, *arguments(policies), target=device, donate=donate)
+            memory = compiled_memory(bound, *arguments(policies), target=device, donate=donate)
+            bar.end(f"peak {memory.peak / 2**30:.3f} GiB")
+            return memory
 
         gc = compiled(all_recomputed)
         baseline = None

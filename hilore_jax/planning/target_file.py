@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hilore_jax.planning.budget import parse_bytes
+from hilore_jax.planning.files import check_kind
 from hilore_jax.planning.target import Target, known_targets, parse_target
 
 _REQUIRED = ("platform", "memory", "flops", "bandwidth")
@@ -56,6 +57,7 @@ def load_target(path: str | Path) -> Target:
     if not isinstance(fields, dict):
         raise ValueError(f"target file {path} holds a {type(fields).__name__}, not an object.")
     where = f"target file {path}"
+    check_kind(fields, "target", str(path))
     base = _base(fields.pop("like", None), where)
     _check_names(fields, base, where)
     merged = base | fields

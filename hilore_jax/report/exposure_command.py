@@ -7,8 +7,11 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import tyro
+
+from hilore_jax.planning.files import check_folder
 from hilore_jax.report.exposure_plots import plot_exposure
 from hilore_jax.report.exposure_text import exposure_text
 from hilore_jax.report.run_folder import explore
@@ -18,8 +21,8 @@ from hilore_jax.report.run_folder import explore
 class ExposureConfig:
     """Exposure by token, group, microbatch and update of a run, as text and pictures."""
 
-    run_dir: str
-    """Folder of `hilore train --run-dir`."""
+    run_dir: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Folder of `hilore train --run-dir`; or --run-dir RUN."""
     update: int = 0
     """The update whose sequences are shown; 0 for the last one recorded that was exposed."""
     by: Literal["state", "token"] = "state"
@@ -49,6 +52,10 @@ def run_exposure(config: ExposureConfig) -> list[Path]:
     """
     if config.top < 1:
         raise ValueError(f"--top must be >= 1, found {config.top}")
+    if config.update < 0:
+        raise ValueError(f"--update must be >= 0, found {config.update}; 0 is the last one exposed")
+    if config.out:
+        check_folder(config.out, f"--out {config.out}")
     run = explore(config.run_dir, config.update)
     colour = config.colour == "always" or (
         config.colour == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -23,6 +23,7 @@ from hilore_jax.planning.fingerprint import fingerprint
 from hilore_jax.planning.plan import Blocks, Plan
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig
+from hilore_jax.training.situation import check_situation, model_facts, update_facts
 from hilore_jax.training.step import TrainState, init_state, make_actor_update
 
 HEADS: dict[str, Callable[..., jax.Array]] = {"chunked": token_logprobs, "whole": whole_logprobs}
@@ -86,6 +87,11 @@ class AbstractUpdate:
         mask = jax.ShapeDtypeStruct(tokens, jnp.bool_)
         args = trained, frozen, x, half, half, mask
         return Blocks(SplitBlock(graphdef), args, self.config.n_layers, argnums=(0, 2))
+
+    def facts(self) -> dict[str, str]:
+        """What it is, in words, for the fingerprint of a plan or a calibration."""
+        sizes = {"rows": self.rows, "seq": self.seq, "completion": self.completion}
+        return update_facts(self.config, micro=self.micro, beta=self.beta, **sizes)
 
     @property
     def _trainable(self) -> type[nnx.Variable]:
@@ -163,17 +169,18 @@ def training_update(shape: DecoderConfig, config: TrainConfig) -> AbstractUpdate
 def check_plan(made: Plan, update: AbstractUpdate) -> None:
     """Refuses a plan that was made for another model or batch.
 
-    Where the plan is for another platform than the one at hand, only the number of blocks is
-    compared: kernels and arrays of the block differ there.
+    Where the plan is for another platform than the one at hand, only the model is compared: kernels
+    and arrays of the block differ there.
 
     Raises:
-        ValueError: names each difference.
+        ValueError: names each difference, and the options that agree with the plan.
     """
     blocks = update.blocks()
     planned = "gpu" if made.target.startswith("cuda") else made.target.split(":")[0]
     if planned != jax.default_backend():
-        made.check({"blocks": str(blocks.count)})
-        return
-    args = update.arguments((Policy({}),) * blocks.count)
-    facts = {"blocks": blocks.count, "argnums": blocks.argnums}
-    made.check(fingerprint(blocks.fn, blocks.args, args, **facts))
+        found = {"blocks": str(blocks.count), **model_facts(update.config)}
+    else:
+        args = update.arguments((Policy({}),) * blocks.count)
+        facts = {"blocks": blocks.count, "argnums": blocks.argnums}
+        found = fingerprint(blocks.fn, blocks.args, args, **facts) | update.facts()
+    check_situation(made.fingerprint, found, "plan")

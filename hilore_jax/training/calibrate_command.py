@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +14,20 @@ from hilore_jax.actions import Policy
 from hilore_jax.planning.accept import LIMIT
 from hilore_jax.planning.calibrate import calibrate
 from hilore_jax.planning.calibration import Calibration
+from hilore_jax.planning.files import check_output
 from hilore_jax.planning.frontier import frontier
+from hilore_jax.planning.measurements import check_record
 from hilore_jax.planning.menu import block_menu
 from hilore_jax.planning.plan import Blocks
 from hilore_jax.planning.risks import default_risk, recommended_codecs
+from hilore_jax.planning.schedule import Schedule
 from hilore_jax.planning.target import parse_target
-from hilore_jax.spelling import parse_policy
 from hilore_jax.training.abstract import training_update
-from hilore_jax.training.config import TrainConfig, faults
+from hilore_jax.training.config import Rank, TrainConfig, faults, read_policy
 from hilore_jax.training.gradients import make_micro_loss
 from hilore_jax.training.parts import Parts, load_parts
 from hilore_jax.training.rollouts import Measured, real_updates
+from hilore_jax.training.situation import MODEL
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +36,7 @@ class RolloutConfig:
 
     model: str = "smollm2-135m-instruct"
     """Bundled model's name, Hugging Face folder, or GGUF file."""
-    lora: int = 0
+    lora_rank: Rank = 0
     """Rank of LoRA adapters; 0 trains every parameter."""
     task: str = "chain_sum"
     """A reasoning-gym dataset, or the built-in `copy` or `count`."""
@@ -67,7 +71,7 @@ class RolloutConfig:
         names = {field.name for field in dataclasses.fields(TrainConfig)}
         names &= {field.name for field in dataclasses.fields(RolloutConfig)}
         shared = {name: getattr(self, name) for name in names}
-        config = TrainConfig(**shared, lora_rank=self.lora, quiet=True)
+        config = TrainConfig(**shared, quiet=True)
         wrong = [fault for fault in faults(config) if "run_dir" not in fault]
         if wrong:
             raise ValueError("; ".join(wrong))
@@ -86,12 +90,13 @@ class CalibrateConfig(RolloutConfig):
     """Policies of the menu to measure, each on every block."""
     also: tuple[str, ...] = ()
     """Further policies, as `hilore explain --policy` reads them."""
-    risk: str = "squared"
-    """`squared`, or `paper` for linear risks of relative gradients."""
+    form: Literal["squared", "paper"] = "squared"
+    """Of the risks: `squared` ones add up as squares; `paper`: linear, of relative gradients."""
     target: str = "cpu"
     """Device whose menu is measured."""
     out: str = "calibration.json"
-    """File to write; measurements are kept beside it until it is complete."""
+    """File to write; measurements are kept beside it until it is complete, and the same command
+    goes on with them after an interruption."""
 
 
 def run_calibrate(config: CalibrateConfig, parts: Parts | None = None) -> Calibration:
@@ -106,37 +111,64 @@ def run_calibrate(config: CalibrateConfig, parts: Parts | None = None) -> Calibr
     """
     training = config.training()
     per_update = training.rows // training.micro_rows
-    if config.microbatches % per_update:
+    if config.microbatches < 1 or config.microbatches % per_update:
         raise ValueError(
             f"--microbatches {config.microbatches}: expected a multiple of {per_update}, the "
             f"microbatches of an update of {training.rows} rows"
         )
-    parts = load_parts(training) if parts is None else parts
+    if config.policies < 0:
+        raise ValueError(f"--policies {config.policies}: expected a number >= 0")
+    also = tuple(read_policy(text, "--also") for text in config.also)
+    parse_target(config.target)
+    check_output(config.out, "--out", "calibration")
+    partial = Path(config.out).with_suffix(".partial.json")
+    check_output(partial, "measurements beside --out:", "measurements")
+    if parts is None:
+        parts = load_parts(training, also)
     update = training_update(parts.model.config, training)
     blocks = update.blocks()
-    chosen = (*default_policies(blocks, config), *map(parse_policy, config.also))
-    print(f"sampling {config.microbatches} microbatches", file=sys.stderr, flush=True)
-    data = real_updates(training, parts, config.microbatches // per_update)
-    print(f"measuring {len(chosen)} policies on {blocks.count} blocks", file=sys.stderr, flush=True)
-    partial = Path(config.out).with_suffix(".partial.json")
-    made = calibrate(
-        micro_loss(data, training),
-        data.params,
-        microbatches(data),
-        blocks=blocks,
-        policies=chosen,
-        args=(data.frozen,),
-        count=config.microbatches,
-        per_update=per_update,
-        passes=config.passes,
-        risk=config.risk,
-        seed=config.seed,
-        resume=partial,
-    )
+    chosen = (*default_policies(blocks, config), *also)
+    how: dict[str, Any] = {
+        "policies": chosen,
+        "count": config.microbatches,
+        "per_update": per_update,
+        "passes": config.passes,
+        "risk": config.form,
+        "seed": config.seed,
+    }
+    check_record(partial, Schedule(blocks, **how).identity)  # all of it before the first rollout
+    try:
+        say(f"sampling {config.microbatches} microbatches")
+        data = real_updates(training, parts, config.microbatches // per_update, progress=True)
+        say(f"measuring {len(chosen)} policies on {blocks.count} blocks")
+        made = calibrate(
+            micro_loss(data, training),
+            data.params,
+            microbatches(data),
+            blocks=blocks,
+            args=(data.frozen,),
+            resume=partial,
+            progress=True,
+            **how,
+        )
+    except KeyboardInterrupt:
+        if partial.exists():
+            raise KeyboardInterrupt(
+                f"stopped; what was measured is kept in {partial}, and the same command goes on "
+                "from there"
+            ) from None
+        raise
+    recorded = {MODEL: config.model, **update.facts()}
+    made = dataclasses.replace(made, fingerprint={**made.fingerprint, **recorded})
     made.save(config.out)
     partial.unlink()
     print(made)
     return made
+
+
+def say(text: str) -> None:
+    """A line about what comes next."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def default_policies(blocks: Blocks, config: CalibrateConfig) -> tuple[Policy, ...]:

@@ -6,9 +6,12 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from hilore_jax.actions import Policy
+from hilore_jax.planning.files import check_folder, read
 from hilore_jax.planning.ladder import Ladder
 from hilore_jax.spelling import parse_policy
 from hilore_jax.training import checkpoint
@@ -20,6 +23,8 @@ _FREE = (
     *("updates", "run_dir", "resume", "save_every", "keep_checkpoints", "log_entropy", "quiet"),
     *("log_exposure_every", "measure_error_every"),
 )
+
+Rank = Annotated[int, tyro.conf.arg(aliases=("--lora",))]  # of every command
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,13 +40,15 @@ class TrainConfig:
     policy: str = "gc"
     """`gc`, `store`, a JSON file, or pairs such as `mlp_gate=int8,attn_out=store`."""
     ladder: str = ""
-    """JSON file of `hl.plan_ladder`: each microbatch under the plan that its exposure allows."""
+    """JSON file of `hilore plan --ladder`: each microbatch under the plan that its exposure allows.
+    What was planned for is taken from it, as for `plan`."""
     skip_rows: bool = False
     """Leave rows out that cannot move the policy: zero advantage with beta 0, or all masked."""
     pack_by_exposure: bool = False
     """Sort rows into microbatches by exposure, so that calm ones may compress more."""
     plan: str = ""
-    """A plan's JSON file; its policies go before `policy`."""
+    """A plan's JSON file; its policies go before `policy`. The command takes model, adapters, batch
+    and dtype from it where they are not given."""
     allow_rejected: bool = False
     """Use a plan that `hilore accept` rejected."""
     gate: bool = False
@@ -62,7 +69,7 @@ class TrainConfig:
     """Actor updates of the whole run."""
     learning_rate: float = 1e-5
     weight_decay: float = 0.0
-    lora_rank: int = 16
+    lora_rank: Rank = 16
     """Rank of the LoRA adapters; 0 trains every parameter."""
     lora_alpha: float = 32.0
     beta: float = 0.0
@@ -165,15 +172,15 @@ def faults(config: TrainConfig) -> list[str]:
             f"micro_rows must divide prompts x group = {config.prompts} x {config.group} = "
             f"{config.rows} rows, found {config.micro_rows}; legal values are {legal}"
         )
-    for name, parse in (("policy", parse_policy), ("task_args", parse_args)):
+    for name, parse in (("policy", read_policy), ("task_args", parse_args)):
         try:
             parse(getattr(config, name))
         except (ValueError, TypeError, OSError) as error:
             found.append(f"{name}: {error}")
+    if config.plan:
+        found += _file_faults(config.plan, "plan")
     if config.ladder:
         found += _ladder_faults(config)
-    if config.plan and not Path(config.plan).is_file():
-        found.append(f"plan '{config.plan}' is not a file; write one with hilore plan --out")
     if config.gate and not config.plan:
         found.append("gate needs a plan: write one with hilore plan --calibration --out")
     others = [name for name in ("ladder", "skip_rows", "pack_by_exposure") if getattr(config, name)]
@@ -185,17 +192,43 @@ def faults(config: TrainConfig) -> list[str]:
 def _ladder_faults(config: TrainConfig) -> list[str]:
     if config.policy != TrainConfig.policy:
         return [f"policy '{config.policy}' and a ladder: its plans hold the policies, give one"]
+    if found := _file_faults(config.ladder, "ladder"):
+        return found
     try:
         Ladder.load(config.ladder)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         return [f"ladder: {error}"]
     return []
+
+
+def _file_faults(path: str, kind: str) -> list[str]:
+    """What stands against reading a file of this kind, which the option of its name takes."""
+    try:
+        read(path, kind, f"--{kind}")
+    except (ValueError, OSError) as error:
+        return [str(error).rstrip(".")]
+    return []
+
+
+def read_policy(text: str, option: str = "") -> Policy:
+    """A policy as commands take it; of a file of another kind it says what takes that.
+
+    Raises:
+        ValueError, FileNotFoundError: not a policy; names the part or the file at fault.
+    """
+    if text.strip().endswith(".json"):
+        read(text.strip(), "policy", option)
+    return parse_policy(text)
 
 
 def _folder_faults(run_dir: Path, resume: bool) -> list[str]:
     """What stands against writing to a run folder; one that a failed start left is free."""
     if run_dir.exists() and not run_dir.is_dir():
         return [f"run_dir '{run_dir}' is a file, expected a folder"]
+    try:
+        check_folder(run_dir, f"run_dir '{run_dir}'")
+    except ValueError as error:
+        return [str(error).rstrip(".")]
     metrics = run_dir / "metrics.jsonl"
     used = metrics.exists() and metrics.stat().st_size > 0
     saved = bool(checkpoint.steps(run_dir / "checkpoints"))

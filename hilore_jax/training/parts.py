@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
+from hilore_jax.actions import Policy
 from hilore_jax.models.config import DecoderConfig, LoraConfig
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.remat import remat
@@ -44,8 +46,16 @@ def load_task(config: TrainConfig) -> Task:
     )
 
 
-def load_parts(config: TrainConfig) -> Parts:
-    """Task and shape first (quick to refuse), then tokenizer and weights."""
+def load_parts(config: TrainConfig, also: Sequence[Policy] = ()) -> Parts:
+    """Task and shape first (quick to refuse), then tokenizer and weights.
+
+    Args:
+        config: the settings.
+        also: further policies that the model's blocks must be able to honour.
+
+    Raises:
+        ValueError, ImportError, FileNotFoundError: whatever is not there or does not fit.
+    """
     from hilore_jax.models import tokenizer, weights
 
     task = load_task(config)
@@ -54,9 +64,8 @@ def load_parts(config: TrainConfig) -> Parts:
     stored = config.dtype if lora else "float32"
     name = source(config.model)
     shape = weights.open_source(name)[0]
-    check_model(
-        config, dataclasses.replace(shape, dtype=config.dtype, param_dtype=stored, lora=lora)
-    )
+    shape = dataclasses.replace(shape, dtype=config.dtype, param_dtype=stored, lora=lora)
+    check_model(config, shape, also)
     model = weights.load(name, dtype=config.dtype, param_dtype=stored, lora=lora)
     return Parts(model, tokenizer.load(name), task)
 
@@ -85,8 +94,13 @@ def source(model: str) -> str:
     return model
 
 
-def check_model(config: TrainConfig, shape: DecoderConfig) -> None:
+def check_model(config: TrainConfig, shape: DecoderConfig, also: Sequence[Policy] = ()) -> None:
     """Refuses settings that the model cannot carry out; one block is traced by shapes.
+
+    Args:
+        config: the settings.
+        shape: of the model.
+        also: further policies.
 
     Raises:
         ValueError: a sequence that is too long, or a policy that a block cannot honour, or a
@@ -101,7 +115,8 @@ def check_model(config: TrainConfig, shape: DecoderConfig) -> None:
     for made in loaded_plans(config, shape):
         check_plan(made, training_update(shape, config))
     block, arguments = block_and_arguments(shape, config.micro_rows, total)
-    for policy in {policy for policies in plans(config, shape) for policy in policies}:
+    wanted = {policy for policies in (*plans(config, shape), also) for policy in policies}
+    for policy in wanted:
         decorated = remat(policy)(block)
         # The derivative too: a codec meets its activation's shape only there.
         jax.eval_shape(lambda p, x, *rest: jax.vjp(decorated, p, x, *rest)[0], *arguments)  # noqa: B023

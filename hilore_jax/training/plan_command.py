@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from pathlib import Path
 from typing import Any
 
 import optax
 
+from hilore_jax._extras import require
 from hilore_jax.models.config import DecoderConfig, LoraConfig
 from hilore_jax.models.lookup import shape_of
 from hilore_jax.planning.buckets import microbatch_risk
 from hilore_jax.planning.budget import Budget
-from hilore_jax.planning.calibration import Calibration
+from hilore_jax.planning.calibration import Calibration, model_fingerprint
+from hilore_jax.planning.files import check_output, read
 from hilore_jax.planning.ladder import Ladder, plan_ladder
 from hilore_jax.planning.measure import Measurement, check_measurable
 from hilore_jax.planning.measured import Measured
@@ -20,6 +24,8 @@ from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.solve import plan
 from hilore_jax.planning.target import parse_target
 from hilore_jax.training.abstract import AbstractUpdate
+from hilore_jax.training.config import Rank
+from hilore_jax.training.situation import MODEL, check_situation, model_facts, plan_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +42,7 @@ class PlanConfig:
     """Scored tokens of a sequence; 0 for all but the first, the most that can be."""
     beta: float = 0.0
     """Weight of the K3 term; 0 leaves the reference's log-probs out."""
-    lora: int = 0
+    lora_rank: Rank = 0
     """Rank of LoRA adapters; 0 trains every parameter."""
     dtype: str = "bfloat16"
     """Compute dtype, and storage dtype of frozen weights; weights that train are in float32."""
@@ -56,13 +62,14 @@ class PlanConfig:
     turns: int = 5
     """Timed updates under each policy, for `--cost measured`."""
     calibration: str = ""
-    """A calibration's JSON file: measured risks, block by block."""
+    """A calibration's JSON file: measured risks, block by block. Model, adapters, batch and dtype
+    are taken from it where they are not given."""
     exposure: float | None = None
     """Exposure of the microbatches to plan for; by default the calibration's median."""
     out: str = ""
     """JSON file to write the plan to."""
     plot: str = ""
-    """PNG or SVG file to draw the Pareto curve into."""
+    """PNG, SVG or PDF file to draw the Pareto curve into."""
     ladder: str = ""
     """With a calibration, in place of one plan: JSON file to write a plan for every power of two
     of its exposures to, for `hilore train --ladder`."""
@@ -74,15 +81,11 @@ def run_plan(config: PlanConfig) -> Plan | Ladder:
     Raises:
         ValueError: an option that cannot be read, or a budget that cannot be met.
     """
-    if config.baseline not in ("chunked", "whole-logits"):
-        raise ValueError(f"--baseline {config.baseline}: expected chunked or whole-logits")
-    calibration = Calibration.load(config.calibration) if config.calibration else None
-    if calibration is None and config.exposure is not None:
-        raise ValueError("--exposure needs --calibration: default risks do not depend on it")
-    if config.ladder:
-        _check_ladder(config, calibration)
-    cost = planning_cost(config)
+    calibration = _checked(config)
     update = abstract_update(config)
+    if calibration is not None:
+        _check_calibration(calibration, update)
+    cost = planning_cost(config, update)
     whole = dataclasses.replace(update, head="whole")
     share = 1 / config.micro
     risk = config.risk
@@ -100,20 +103,73 @@ def run_plan(config: PlanConfig) -> Plan | Ladder:
         "offload": config.offload,
         "cost": cost,
         "calibration": calibration,
+        "progress": True,
     }
     args = update.random_arguments() if isinstance(cost, Measurement) else update.arguments
-    if config.ladder:
-        ladder = plan_ladder(update, args, share=share, **options)
-        print(ladder)
-        ladder.save(config.ladder)
-        return ladder
-    made = plan(update, args, exposure=config.exposure, **options)
+    try:
+        if config.ladder:
+            made = plan_ladder(update, args, share=share, **options)
+        else:
+            made = plan(update, args, exposure=config.exposure, **options)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            "stopped, no file was written; what was compiled is kept, and the same command goes on "
+            "from there"
+        ) from None
+    made = _recorded(made, {MODEL: config.model, **update.facts()})
     print(made)
+    if isinstance(made, Ladder):
+        made.save(config.ladder)
+        return made
     if config.out:
         made.save(config.out)
     if config.plot:
         made.plot(config.plot)
     return made
+
+
+def _checked(config: PlanConfig) -> Calibration | None:
+    """The calibration, after all that can be said of the options without the model."""
+    if config.baseline not in ("chunked", "whole-logits"):
+        raise ValueError(f"--baseline {config.baseline}: expected chunked or whole-logits")
+    for name in ("micro", "turns"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"--{name} {getattr(config, name)}: expected 1 or more")
+    if config.lora_rank < 0 or not 0 <= config.beta < math.inf:
+        raise ValueError(
+            f"--lora-rank {config.lora_rank} and --beta {config.beta:g}: expected both >= 0"
+        )
+    calibration = None
+    if config.calibration:
+        read(config.calibration, "calibration", "--calibration")
+        calibration = Calibration.load(config.calibration)
+    if calibration is None and config.exposure is not None:
+        raise ValueError("--exposure needs --calibration: default risks do not depend on it")
+    if config.ladder:
+        _check_ladder(config, calibration)
+        check_output(config.ladder, "--ladder", "ladder")
+    if config.out:
+        check_output(config.out, "--out", "plan")
+    if config.plot:
+        check_output(config.plot, "--plot")
+        if Path(config.plot).suffix.lower() not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--plot {config.plot}: expected a name ending in .png, .svg or .pdf")
+        require("matplotlib", "plots", "--plot")
+    return calibration
+
+
+def _check_calibration(calibration: Calibration, update: AbstractUpdate) -> None:
+    """Refuses another model's before anything long, in words where the file has them."""
+    facts, settings = calibration.fingerprint, plan_settings(calibration.fingerprint)
+    found = {**model_fingerprint(update.blocks()), **model_facts(update.config)}
+    check_situation(facts, found, "calibration", settings)
+
+
+def _recorded(made: Plan | Ladder, facts: dict[str, str]) -> Plan | Ladder:
+    """A plan, or all of a ladder's, that says what it was made for."""
+    if isinstance(made, Ladder):
+        return dataclasses.replace(made, plans=tuple(_recorded(p, facts) for p in made.plans))
+    return dataclasses.replace(made, fingerprint={**made.fingerprint, **facts})
 
 
 def _check_ladder(config: PlanConfig, calibration: Calibration | None) -> None:
@@ -130,19 +186,31 @@ def _check_ladder(config: PlanConfig, calibration: Calibration | None) -> None:
         )
 
 
-def planning_cost(config: PlanConfig) -> str | Measurement | Measured:
+def planning_cost(
+    config: PlanConfig, update: AbstractUpdate | None = None
+) -> str | Measurement | Measured:
     """What `--cost` asks for.
 
+    Args:
+        config: the settings.
+        update: what is planned; None: a plan's seconds are not held against it.
+
     Raises:
-        ValueError: an unknown word, a target that is not here, or a plan that was not measured.
+        ValueError: an unknown word, a target that is not here, or a plan that was not measured, or
+            was for another update.
     """
     if config.cost.endswith(".json"):
-        measured = Plan.load(config.cost).measured
+        read(config.cost, "plan", "--cost")
+        other = Plan.load(config.cost)
+        measured = other.measured
         if measured is None:
             raise ValueError(
                 f"--cost {config.cost}: the seconds of that plan are modelled; expected a plan "
                 "that was made with --cost measured"
             )
+        if update is not None:
+            facts = other.fingerprint
+            check_situation(facts, update.facts(), "measured plan", plan_settings(facts))
         return measured
     if config.cost == "modelled":
         return config.cost
@@ -182,7 +250,7 @@ def abstract_update(config: PlanConfig) -> AbstractUpdate:
 
 def model_shape(config: PlanConfig, platform: str) -> DecoderConfig:
     """The model's config, with the attention that runs on the target's platform."""
-    lora = LoraConfig(rank=config.lora) if config.lora else None
+    lora = LoraConfig(rank=config.lora_rank) if config.lora_rank else None
     # As `hilore train` keeps them: weights that train are in float32.
     stored = config.dtype if lora else "float32"
     fields = {"dtype": config.dtype, "param_dtype": stored, "lora": lora}

@@ -14,6 +14,7 @@ from flax import nnx
 
 from hilore_jax.grpo import group_advantages
 from hilore_jax.models.decoder import Decoder
+from hilore_jax.planning.bar import LINES, Bar
 from hilore_jax.training.batch import Batch, micro
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.experience import Experience, collect, to_batch
@@ -33,7 +34,14 @@ class Measured:
     updates: tuple[Batch, ...]
 
 
-def real_updates(config: TrainConfig, parts: Parts, updates: int, *, first: int = 0) -> Measured:
+def real_updates(
+    config: TrainConfig,
+    parts: Parts,
+    updates: int,
+    *,
+    first: int = 0,
+    progress: bool | None = False,
+) -> Measured:
     """Samples complete updates from a model, as training would at its start.
 
     Groups whose rewards are all equal have no gradient (beta 0) and are replaced by the next
@@ -44,6 +52,7 @@ def real_updates(config: TrainConfig, parts: Parts, updates: int, *, first: int 
         parts: model, tokenizer and task.
         updates: how many.
         first: position in the task's stream to begin at, for updates that others did not see.
+        progress: as of `planning.bar.Bar`, over prompts.
 
     Raises:
         ValueError: too few prompts have rewards that differ; says how many did.
@@ -51,10 +60,13 @@ def real_updates(config: TrainConfig, parts: Parts, updates: int, *, first: int 
     wanted = updates * config.prompts
     found: list[Experience] = []
     tried = 0
-    while len(found) < wanted and tried < _TRIES * wanted:
-        indices = range(first + tried, first + tried + config.prompts)
-        found += _teaching(_sample(config, parts, indices), config.group)
-        tried += config.prompts
+    with Bar(progress, wanted, "prompt", every=LINES) as bar:
+        while len(found) < wanted and tried < _TRIES * wanted:
+            indices = range(first + tried, first + tried + config.prompts)
+            new = _teaching(_sample(config, parts, indices), config.group)
+            bar.end(count=min(len(new), wanted - len(found)))
+            found += new
+            tried += config.prompts
     if len(found) < wanted:
         raise ValueError(
             f"of {tried} prompts of task {config.task!r} only {len(found)} have rewards that "

@@ -13,6 +13,7 @@ from flax import nnx
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
 from hilore_jax.models.config import DecoderConfig
+from hilore_jax.planning.files import read
 from hilore_jax.planning.ladder import Ladder
 from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.refined import refined_segments
@@ -23,6 +24,7 @@ from hilore_jax.training.gradients import make_gradients, sum_micro_gradients
 from hilore_jax.training.laddered import LadderedUpdate, one_bucket
 from hilore_jax.training.planned import gate_options, load_plan, run_policies
 from hilore_jax.training.report import kept_bytes
+from hilore_jax.training.situation import check_situation, model_facts
 from hilore_jax.training.step import TrainState, jit_update, make_apply
 
 Update = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
@@ -124,7 +126,7 @@ def plans(config: TrainConfig, shape: DecoderConfig) -> tuple[tuple[Policy, ...]
     """The policies that a run may use, one a block, the most compressed first.
 
     Raises:
-        ValueError: a ladder that is not for the model's number of blocks.
+        ValueError: a plan or a ladder that is not for the model.
     """
     found = loaded_plans(config, shape)
     return tuple(made.policies for made in found) or (run_policies(config, shape),)
@@ -139,17 +141,19 @@ def loaded_plans(config: TrainConfig, shape: DecoderConfig) -> tuple[Plan, ...]:
     ladder = load_ladder(config)
     if ladder is None:
         return (load_plan(config, shape),) if config.plan else ()
-    if len(ladder.plans[0].policies) != shape.n_layers:
-        raise ValueError(
-            f"the ladder {config.ladder} is for {len(ladder.plans[0].policies)} blocks, the model "
-            f"has {shape.n_layers}. Plan again for this model."
-        )
+    if (count := len(ladder.plans[0].policies)) != shape.n_layers:
+        planned = {"blocks": str(count), **ladder.plans[0].fingerprint}
+        found = {"blocks": str(shape.n_layers), **model_facts(shape)}
+        check_situation(planned, found, "ladder")
     return ladder.plans
 
 
 def load_ladder(config: TrainConfig) -> Ladder | None:
     """The ladder that the settings name."""
-    return Ladder.load(config.ladder) if config.ladder else None
+    if not config.ladder:
+        return None
+    read(config.ladder, "ladder", "--ladder")  # what else it may be, with the option's name
+    return Ladder.load(config.ladder)
 
 
 def segment_lengths(config: TrainConfig, shape: DecoderConfig) -> tuple[int, ...]:

@@ -1,6 +1,9 @@
 """`hilore calibrate`, a calibrated plan, `hilore accept` and `train --plan`, on a tiny model."""
 
 import dataclasses
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,15 +11,19 @@ import optax
 import pytest
 
 import hilore_jax as hl
+from hilore_jax.models.config import LoraConfig
+from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.plan import Plan
-from hilore_jax.training import accept_command
+from hilore_jax.training import accept_command, calibrate_command
 from hilore_jax.training.abstract import training_update
 from hilore_jax.training.accept_command import AcceptOptions, run_accept
 from hilore_jax.training.calibrate_command import CalibrateConfig, run_calibrate
 from hilore_jax.training.config import TrainConfig, check
+from hilore_jax.training.parts import check_model
 from hilore_jax.training.planned import run_policies
 from hilore_jax.training.rollouts import Measured, real_updates
 from hilore_jax.training.step import init_state
+from plans import bare_plan
 
 SIZES: Any = {
     "prompts": 1,
@@ -43,6 +50,7 @@ def test_the_commands_in_order(graded, tmp_path, capsys):
     )
     made = run_calibrate(config, graded)
     assert made.compilations <= 3 and {m.block for m in made.measured} == {0, 1}
+    assert made.fingerprint["sequences of a microbatch"] == "2"
     assert hl.Calibration.load(out) == made and "calibration of 2 blocks" in capsys.readouterr().out
 
     update = training_update(graded.model.config, config.training())
@@ -59,7 +67,10 @@ def test_the_commands_in_order(graded, tmp_path, capsys):
     options = AcceptOptions(**SIZES, plan=str(where), updates=1, limit=0.9)
     accepted = run_accept(options, graded)
     assert accepted.accepted and Plan.load(where).accepted
-    assert "accepted: peak" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "accepted: peak" in said.out
+    assert re.search(r"step 1: exact gradient of an update: \d+\.\d s", said.err)
+    assert "gradient of an update under the plan: " in said.err
     training = TrainConfig(plan=str(where))
     assert run_policies(training, graded.model.config) == accepted.policies
 
@@ -70,7 +81,7 @@ def test_the_commands_in_order(graded, tmp_path, capsys):
     allowed = dataclasses.replace(training, allow_rejected=True)
     assert run_policies(allowed, graded.model.config) == accepted.policies
     larger = dataclasses.replace(graded.model.config, n_layers=3)
-    with pytest.raises(ValueError, match="blocks: planned for 2; found 3"):
+    with pytest.raises(ValueError, match="blocks: the plan has 2, this run has 3"):
         run_policies(training, larger)
 
 
@@ -84,16 +95,114 @@ def test_rollouts_without_a_difference_are_named(graded):
     assert float(jax.numpy.abs(found.updates[0].advantages).max()) > 0.1
 
 
+@pytest.fixture
+def no_work(monkeypatch):
+    """Whatever samples or loads weights is an error."""
+
+    def work(*args, **how):
+        raise AssertionError("too late")
+
+    for module in (calibrate_command, accept_command):
+        monkeypatch.setattr(module, "real_updates", work)
+    return work
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"microbatches": 3}, "--microbatches 3: expected a multiple of 2"),
+        ({"microbatches": 0}, "--microbatches 0: expected a multiple of 2"),
+        ({"passes": 3}, "passes=3: allow more passes"),
+        ({"also": ("mlp_up=store",)}, "0 policies that compress"),
+        ({"also": ("mlp_u=int8",)}, "mlp_u"),
+        ({"also": ("none.json",)}, r"--also none\.json: no such file"),
+        ({"policies": -1}, "--policies -1"),
+        ({"target": "cuda:h1"}, "unknown target"),
+        ({"out": "no/such.json"}, r"--out no/such\.json: the folder no does not exist"),
+        ({"out": "."}, r"--out \. is a folder"),
+        ({"out": "other.json"}, r"other\.partial\.json holds measurements of another calibration"),
+        ({"out": "policy.json"}, "would replace a policy by a calibration"),
+    ],
+)
+def test_calibrate_checks_before_sampling(graded, no_work, changes, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("policy.json").write_text(hl.Policy({}).to_json())
+    Path("other.partial.json").write_text('{"identity": "x", "norms": {}, "rows": []}')
+    quick = {"microbatches": 2, "passes": 20, "policies": 0, "also": (UP,)}
+    monkeypatch.setattr(calibrate_command, "load_parts", lambda config, also: loaded(config, also))
+
+    def loaded(config, also):
+        check_model(config, graded.model.config, also)
+        return graded
+
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run_calibrate(CalibrateConfig(**SIZES, **{**quick, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"plan": "none.json"}, r"--plan none\.json: no such file"),
+        ({"plan": "policy.json"}, r"--plan policy\.json is not a plan file: it holds a policy"),
+        ({"updates": 0}, "--updates 0: expected at least one"),
+        ({"limit": 0.0}, "--limit 0.0: expected a relative error above 0"),
+        ({"first": -1}, "--first -1: expected a position"),
+        ({"measure": -1}, "--measure -1: expected a number of turns >= 0"),
+        ({"out": "no/plan.json"}, r"--out no/plan\.json: the folder no does not exist"),
+        ({"out": "policy.json"}, "would replace a policy by a plan"),
+        ({"lora_rank": 3}, r"LoRA rank: the plan has 0, this run has 3\. Give --lora-rank 0"),
+    ],
+)
+def test_accept_checks_before_sampling(graded, no_work, changes, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("policy.json").write_text(hl.Policy({}).to_json())
+    shape = graded.model.config
+    facts = training_update(shape, AcceptOptions(**SIZES, plan="").training()).facts()
+    gc = hl.Policy({})
+    made = bare_plan([gc] * 2, [Entry(gc, 0, 0.0, 0, 0, 0.0)])
+    dataclasses.replace(made, fingerprint={"blocks": "2", **made.fingerprint, **facts}).save(
+        "p.json"
+    )
+
+    def loaded(config):
+        lora = LoraConfig(rank=config.lora_rank) if config.lora_rank else None
+        check_model(config, dataclasses.replace(shape, lora=lora))
+        return no_work()
+
+    monkeypatch.setattr(accept_command, "load_parts", loaded)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        run_accept(AcceptOptions(**{**SIZES, "plan": "p.json", **changes}))
+
+
+def test_an_interrupted_calibration_says_how_to_go_on(graded, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("micro_loss", "microbatches"):
+        monkeypatch.setattr(calibrate_command, name, lambda *args: ())
+
+    def interrupted(*args, resume, **how):
+        Path(resume).write_text(json.dumps({"identity": how["policies"][0].to_json()}))
+        raise KeyboardInterrupt
+
+    class Data:
+        params = frozen = None
+
+    monkeypatch.setattr(calibrate_command, "real_updates", lambda *args, **how: Data)
+    monkeypatch.setattr(calibrate_command, "calibrate", interrupted)
+    config = CalibrateConfig(
+        **SIZES, microbatches=2, passes=20, policies=0, also=(UP,), out="c.json"
+    )
+    with pytest.raises(KeyboardInterrupt, match=r"kept in c\.partial\.json, and the same command"):
+        run_calibrate(config, graded)
+
+
 def test_settings_are_checked_before_sampling(tmp_path):
-    with pytest.raises(ValueError, match="--microbatches 3: expected a multiple of 2"):
-        run_calibrate(CalibrateConfig(**SIZES, microbatches=3))
     with pytest.raises(ValueError, match=r"group must be >= 2"):
         run_calibrate(CalibrateConfig(group=1))
-    with pytest.raises(ValueError, match=r"plan 'none.json' is not a file"):
+    with pytest.raises(ValueError, match=r"--plan none\.json: no such file"):
         check(TrainConfig(plan="none.json", run_dir=str(tmp_path)))
 
 
-def test_measured_turns_start_from_the_weights_in_each_plans_stacks(graded, monkeypatch, tmp_path):
+def test_measured_turns_start_from_the_weights_in_each_plans_stacks(graded, monkeypatch):
     config = AcceptOptions(**SIZES, plan="plan.json").training()
     update = training_update(graded.model.config, config)
     graphdef, state = init_state(graded.model, optax.identity(), jax.random.key(0))
@@ -111,6 +220,3 @@ def test_measured_turns_start_from_the_weights_in_each_plans_stacks(graded, monk
     jax.tree.map(lambda x: x.delete(), made[0])
     assert len(jax.tree.leaves(made[0].params)) > len(jax.tree.leaves(state.params))
     assert all(bool(jax.numpy.isfinite(x).all()) for x in jax.tree.leaves(state.params))
-    planned = AcceptOptions(**SIZES, plan=str(tmp_path / "none.json"), measure=-1)
-    with pytest.raises(ValueError, match="--measure -1: expected a number of turns >= 0"):
-        run_accept(planned)

@@ -1,6 +1,7 @@
 """Settings are checked as a whole, before anything is loaded."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -39,12 +40,18 @@ def test_defaults_are_sound(config):
         ({"policy": "mlp_gate=int3"}, "policy: .*int3"),
         ({"policy": "missing.json"}, "policy: .*missing.json"),
         ({"task_args": "min_terms"}, "task_args: .*key=value"),
-        ({"ladder": "missing.json"}, "ladder: .*missing.json"),
+        ({"ladder": "missing.json"}, r"--ladder missing\.json: no such file; hilore plan"),
         ({"ladder": "l.json", "policy": "store"}, "policy 'store' and a ladder"),
+        ({"plan": "config.json"}, r"--plan config\.json is not a plan file: it holds a policy"),
+        ({"policy": "plan.json"}, r"policy: plan\.json is not a policy file: it holds a plan"),
+        ({"run_dir": "config.json/run"}, r"config\.json is a file, expected a folder"),
         ({"resume": True}, "nothing to resume"),
     ],
 )
-def test_each_fault_is_named(config, changes, message):
+def test_each_fault_is_named(config, changes, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text('{"schema": 1, "actions": {}}')
+    Path("plan.json").write_text('{"policies": [], "menu": [], "gc": {}}')
     with pytest.raises(ValueError, match=message):
         check(changed(config, **changes))
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from typing import NamedTuple
 
 import jax
 import optax
@@ -27,6 +26,7 @@ from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.laddered import LadderedUpdate
 from hilore_jax.training.plan_command import PlanConfig, abstract_update
 from hilore_jax.training.strategy import make_strategy, plans, segment_lengths
+from plans import bare_plan
 
 CONFIG = DecoderConfig(
     vocab_size=2048, d_model=32, d_ff=96, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=16
@@ -66,7 +66,7 @@ GC, UP = hl.Policy({}), hl.Policy({"mlp_up": hl.Compress("int8", tile=32)})
 @pytest.fixture
 def calibration(folder, tmp_path):
     """Risk 0.01 E for each block, which were measured at exposures 0.4 and 0.9."""
-    config = PlanConfig(model=folder, batch="2x64", lora=2, target="cpu")
+    config = PlanConfig(model=folder, batch="2x64", lora_rank=2, target="cpu")
     fingerprint = model_fingerprint(abstract_update(config).blocks())
     measured = tuple(MeasuredRisk(UP, block, 2.0, 0.1, 0.01, 1) for block in range(3))
     made = hl.Calibration(measured, 2.0, 1.0, (0.4, 0.9), fingerprint, 9, 1.0, 2, {})
@@ -126,6 +126,34 @@ def test_a_ladder_needs_a_calibration_and_no_plan(run, calibration, capsys):
     assert "--out and --exposure belong to a single plan" in capsys.readouterr().err
 
 
+def test_a_plan_says_what_it_is_for(run, folder, tmp_path, monkeypatch, capsys):
+    made = bare_plan([GC], [Entry(GC, 0, 0.0, 0, 0, 0.0)])
+    seen = []
+    monkeypatch.setattr(plan_command, "plan", lambda *args, **how: (seen.append(how), made)[1])
+    assert run("--target", "cpu", "--out", str(tmp_path / "plan.json")) == 0
+    found = hl.Plan.load(tmp_path / "plan.json").fingerprint
+    assert found["model"] == folder and found["LoRA rank"] == "2"
+    assert found["tokens of a sequence"] == "64" and found["dtype"] == "bfloat16"
+    assert seen[0]["progress"] is True  # lines where there is no terminal
+
+    def interrupted(*args, **how):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan_command, "plan", interrupted)
+    assert run("--target", "cpu", "--out", str(tmp_path / "other.json")) == 130
+    assert "no file was written; what was compiled is kept" in capsys.readouterr().err
+    assert not (tmp_path / "other.json").exists()
+
+
+def test_a_calibration_of_another_model_is_named_in_words(run, calibration, capsys):
+    made = hl.Calibration.load(calibration)
+    facts = {"model": "there", "LoRA rank": "4", "batch": "2x64"}
+    dataclasses.replace(made, fingerprint={**made.fingerprint, **facts}).save(calibration)
+    assert run("--target", "cpu", "--calibration", calibration, "--lora-rank", "2") == 2
+    err = capsys.readouterr().err
+    assert "LoRA rank: the calibration has 4, this run has 2. Give --lora-rank 4" in err
+
+
 def test_the_cost_that_was_asked_for_is_handed_on_with_arrays_to_measure_on(run, monkeypatch):
     seen = []
 
@@ -145,24 +173,22 @@ def test_the_cost_that_was_asked_for_is_handed_on_with_arrays_to_measure_on(run,
     check_measurable(arrays(gc), parse_target("cpu"))
 
 
-def test_seconds_of_a_measured_plan_are_used_again(monkeypatch):
+def test_seconds_of_a_measured_plan_are_used_again(folder, tmp_path):
     timing = Timing(hl.Policy({}), 0.0, 0.0, 0.0, 3)
     measured = Measured((timing,), 5, 1.0, (), {"target": "cpu"})
-    plans = {"measured": measured, "modelled": None}
-    for name, found in plans.items():
-        monkeypatch.setattr(hl.Plan, "load", lambda path, found=found: Loaded(found))
-        config = PlanConfig(cost=f"{name}.json", target="cpu")
-        if found is None:
-            with pytest.raises(ValueError, match="the seconds of that plan are modelled"):
-                plan_command.planning_cost(config)
-        else:
-            assert plan_command.planning_cost(config) is measured
-
-
-class Loaded(NamedTuple):
-    """What the command reads of a plan."""
-
-    measured: Measured | None
+    config = PlanConfig(model=folder, batch="2x64", cost=str(tmp_path / "p.json"), target="cpu")
+    update = abstract_update(config)
+    facts = {"jax": jax.__version__, **update.facts()}
+    entry = Entry(hl.Policy({}), 0, 0.0, 0, 0, 0.0)
+    made = bare_plan((entry.policy,) * 3, [entry], measured=measured, fingerprint=facts)
+    made.save(config.cost)
+    assert plan_command.planning_cost(config, update) == measured
+    other = dataclasses.replace(update, rows=4)
+    with pytest.raises(ValueError, match=r"plan has 2, this run has 4\. Give --batch 2x64"):
+        plan_command.planning_cost(config, other)
+    dataclasses.replace(made, measured=None).save(config.cost)
+    with pytest.raises(ValueError, match="the seconds of that plan are modelled"):
+        plan_command.planning_cost(config)
 
 
 @pytest.mark.gpu_target
@@ -185,9 +211,16 @@ def test_a_plan_for_a_gpu_that_is_not_here(run, tmp_path):
         (["--memory", "8"], '"8" has no unit'),
         (["--baseline", "none"], "--baseline none: expected chunked or whole-logits"),
         (["--target", "cuda:h999"], "h200"),
+        (["--calibration", "none.json"], "--calibration none.json: no such file; hilore calibrate"),
+        (["--cost", "none.json"], "--cost none.json: no such file; hilore plan --out"),
+        (["--out", "no/such/plan.json"], "--out no/such/plan.json: the folder no/such does not"),
+        (["--out", "."], "--out . is a folder"),
+        (["--plot", "curve.txt"], "--plot curve.txt: expected a name ending in .png"),
+        (["--model", "./none"], "no model './none': it is neither a folder"),
+        (["--micro", "0"], "--micro 0: expected 1 or more"),
         (["--cost", "guessed"], "--cost guessed: expected modelled, measured, or"),
         (["--cost", "measured", "--target", "cuda:h200"], "cuda:h200, which is only compiled for"),
-        (["--cost", "measured", "--turns", "0"], "Measurement(turns=0)"),
+        (["--cost", "measured", "--turns", "0"], "--turns 0: expected 1 or more"),
     ],
 )
 def test_wrong_options_are_named(run, capsys, options, message):

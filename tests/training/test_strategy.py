@@ -121,13 +121,13 @@ def test_a_plan_for_another_model_or_batch_is_refused_before_anything_is_loaded(
     made_for = fingerprint(blocks.fn, blocks.args, args, blocks=2)
     config = dataclasses.replace(planned(tmp_path / "plan.json", fingerprint=made_for), **small)
     check_model(config, shape)
-    with pytest.raises(ValueError, match="update arguments: planned for"):
+    with pytest.raises(ValueError, match="update arguments: the plan has"):
         check_model(dataclasses.replace(config, prompts=2 * config.prompts), shape)
-    with pytest.raises(ValueError, match="block arguments: planned for"):
+    with pytest.raises(ValueError, match="block arguments: the plan has"):
         check_model(config, dataclasses.replace(shape, d_ff=2 * shape.d_ff))
     # Kernels and layouts of another platform cannot be compared with those here.
     other = planned(tmp_path / "other.json", fingerprint=made_for, target="cuda:h200")
     check_model(dataclasses.replace(other, **small, prompts=2 * other.prompts), shape)
     three = planned(tmp_path / "three.json", fingerprint={"blocks": "3"}, target="cuda:h200")
-    with pytest.raises(ValueError, match="blocks: planned for 3; found 2"):
+    with pytest.raises(ValueError, match="blocks: the plan has 3, this run has 2"):
         check_model(dataclasses.replace(three, **small), shape)
