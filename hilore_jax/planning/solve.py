@@ -203,4 +203,5 @@ def plan(
         exposure=None if calibration is None else exposure,
         paper=paper,
         measured=pricing,
+        norm=None if calibration is None or paper else calibration.norm,
     )
