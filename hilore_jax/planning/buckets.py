@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from hilore_jax.grpo.gradient_norm import drift
+
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
@@ -23,6 +25,7 @@ class Buckets:
         budget: R, relative error of the whole update; None: no risk is known or reported.
         share: s, tokens of a microbatch over the update's for which the plans were made.
         paper: risks add linearly (arXiv 2609.33570) instead of as squares.
+        norm: Ghat of the calibration, which divides the risks; None: edges do not follow it.
     """
 
     edges: tuple[float, ...]
@@ -30,6 +33,7 @@ class Buckets:
     budget: float | None = 0.015
     share: float = 1.0
     paper: bool = False
+    norm: float | None = None
 
     def __post_init__(self) -> None:
         pairs = itertools.pairwise((0.0, *self.edges))
@@ -73,6 +77,24 @@ class Buckets:
         while place < len(self.edges) - 1 and exposure > self.limit(place, tokens, update_tokens):
             place += 1
         return min(place, len(self.edges) - 1)
+
+    def at(self, ghat: float | None) -> "Buckets":
+        """The buckets of an update whose gradient is expected to have another norm.
+
+        A risk is `kappa e E / Ghat`: at `E ghat / Ghat` it is what it was at E.
+
+        Args:
+            ghat: the norm, float32; None: the calibration's.
+
+        Example:
+            >>> Buckets((0.5, math.inf), (0.01, 0.0), norm=2.0).at(1.0).edges
+            (0.25, inf)
+        """
+        if ghat is None or self.norm is None:
+            return self
+        moved = drift(ghat, self.norm)
+        edges = tuple(edge * moved for edge in self.edges)
+        return dataclasses.replace(self, edges=edges, norm=float(ghat))
 
     def limit(
         self, bucket: int, tokens: int | None = None, update_tokens: int | None = None

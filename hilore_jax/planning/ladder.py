@@ -65,6 +65,12 @@ class Ladder:
         counts = sorted({len(made.policies) for made in self.plans})
         if len(counts) != 1:
             raise ValueError(f"the ladder's plans are for {counts} blocks: expected one number.")
+        norms = {made.norm for made in self.plans[:-1]}
+        if len(norms) > 1:
+            raise ValueError(
+                f"the ladder's plans were calibrated at gradient norms {sorted(map(str, norms))}: "
+                "expected one calibration for all of them."
+            )
         allowed = microbatch_risk(self.risk, self.share, paper=self.paper)
         for edge, made in zip(self.edges[:-1], self.plans[:-1], strict=True):
             if not made.risk <= allowed * (1 + 1e-12):
@@ -80,11 +86,16 @@ class Ladder:
         """Whether risks add linearly, as in the paper; all plans agree in that."""
         return self.plans[0].paper
 
+    @property
+    def norm(self) -> float | None:
+        """Ghat of the calibration behind the risks; None: not known, or no risk is relative."""
+        return self.plans[0].norm
+
     @functools.cached_property
     def buckets(self) -> Buckets:
         """Edges, risks and shares: what the choice needs of the plans."""
         risks = (*(made.risk for made in self.plans[:-1]), 0.0)
-        return Buckets(self.edges, risks, self.risk, self.share, self.paper)
+        return Buckets(self.edges, risks, self.risk, self.share, self.paper, self.norm)
 
     @property
     def segments(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.menus import BlockRisks, block_menus, from_nulls, to_nulls
 
-SCHEMA = 3  # 1 had neither risks by block nor acceptance, 2 no measured seconds
+SCHEMA = 4  # 1 had neither risks by block nor acceptance, 2 no measured seconds, 3 no norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +83,7 @@ class Plan:
         gc: compiled memory with every block recomputed.
         memory: compiled memory of this plan.
         predicted: its peak as the trials before it predicted, bytes; GC's own where that is it.
-        bound_seconds: no choice from the menu can recompute for less time in this budget (the
-            relaxation of the allocation), seconds.
+        bound_seconds: no choice recomputes for less time in this budget (relaxation), seconds.
         cost: "modelled" (roofline) or "measured"; then the zero of all seconds is the fastest
             entry of the menu.
         fingerprint: what the plan holds for.
@@ -96,6 +95,7 @@ class Plan:
         accepted: whether complete updates kept its budgets; None: not tried.
         acceptance: what was found then.
         measured: updates timed under the menu's entries, where `cost` is "measured".
+        norm: Ghat, which divides calibrated risks; None: nothing does, or it was not kept.
 
     Example:
         >>> import jax, jax.numpy as jnp, hilore_jax as hl
@@ -131,6 +131,7 @@ class Plan:
     accepted: bool | None = None
     acceptance: dict[str, Any] | None = None
     measured: Measured | None = None
+    norm: float | None = None
 
     @functools.cached_property
     def menus(self) -> tuple[tuple[Entry, ...], ...]:
@@ -270,7 +271,7 @@ class Plan:
             schema = fields.pop("schema")
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{path} is not a plan file: {error!r}.") from None
-        if schema not in (1, 2, SCHEMA):
+        if schema not in (1, 2, 3, SCHEMA):
             raise ValueError(
                 f"{path} has plan schema {schema}, this hilore_jax reads {SCHEMA}: "
                 + ("install a newer hilore_jax." if schema > SCHEMA else "plan again.")

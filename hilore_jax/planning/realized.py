@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hilore_jax.compiler import compiler_options
+from hilore_jax.grpo.gradient_norm import drift
 from hilore_jax.planning.allocate import total_risk
 from hilore_jax.planning.plan import Plan
 
@@ -45,16 +46,20 @@ def gradient_distance(tree: Any, other: Any) -> float:
     return float(_root(tree, other))
 
 
-def predicted_error(plan: Plan, exposures: Sequence[float] | Any) -> float:
+def predicted_error(
+    plan: Plan, exposures: Sequence[float] | Any, ghat: float | None = None
+) -> float:
     """The plan's risk for an update with these microbatches: risks grow with exposure.
 
     Args:
         plan: a plan; without calibrated risks its own risk is returned as it is.
         exposures: of the update's microbatches.
+        ghat: norm of the update's gradient, where it is not the calibration's.
     """
     if plan.exposure is None:
         return plan.risk
-    parts = [plan.risk * float(e) / plan.exposure for e in exposures]
+    moved = 1.0 if ghat is None or plan.norm is None else drift(ghat, plan.norm)
+    parts = [plan.risk * float(e) / plan.exposure / moved for e in exposures]
     return total_risk(parts, paper=plan.paper)
 
 

@@ -199,4 +199,5 @@ def plan(
         exposure=None if calibration is None else exposure,
         paper=paper,
         measured=pricing,
+        norm=None if calibration is None or paper else calibration.norm,
     )

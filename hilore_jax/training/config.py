@@ -22,6 +22,7 @@ from hilore_jax.training.tasks import parse_args
 _FREE = (
     *("updates", "run_dir", "resume", "save_every", "keep_checkpoints", "log_entropy", "quiet"),
     *("log_exposure_every", "measure_error_every"),
+    "fixed_gradient_norm",  # it counts where there is such a norm: `trainer._fingerprint`
 )
 
 Rank = Annotated[int, tyro.conf.arg(aliases=("--lora",))]  # of every command
@@ -55,6 +56,9 @@ class TrainConfig:
     """With a calibrated plan: blocks decode or recompute as the exposure of the update allows."""
     risk: float = 0.015
     """R, the relative error of an update's gradient that the gate may use; 0 never decodes."""
+    fixed_gradient_norm: bool = False
+    """Keep risks relative to the gradient norm that was calibrated; by default they follow the
+    run's, a moving average."""
     prompts: int = 4
     """Prompts an update."""
     group: int = 8

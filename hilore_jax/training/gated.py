@@ -12,13 +12,15 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.core import Tracer
-from jaxtyping import Array, Num
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Num
 
 from hilore_jax import tracing
 from hilore_jax.actions import Compress
 from hilore_jax.gate import gated_blocks
 from hilore_jax.gate_rule import choose_flags, share_of_budget
 from hilore_jax.grpo import exposure, loss_and_coefficients, token_logprobs
+from hilore_jax.grpo.gradient_norm import first_ghat
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.gradients import (
     Metrics,
@@ -38,6 +40,7 @@ def make_gated_gradients(
     seconds: Num[Array | np.ndarray, "..."],
     risk: Any = 0.015,
     paper: bool = False,
+    norm: float | None = None,
     clip: float = 0.2,
     beta: float = 1e-3,
     temperature: float = 1.0,
@@ -61,6 +64,7 @@ def make_gated_gradients(
         seconds: `[blocks]`, saved where the block decodes instead of recomputing.
         risk: R, the relative gradient error of an update; 0 never decodes.
         paper: risks add linearly, as in the paper: those of a calibration of that form.
+        norm: the Ghat in the coefficients, where they are to follow another.
         clip: epsilon of the ratio's clipping.
         beta: weight of the K3 reference term.
         temperature: softmax temperature at which tokens are scored.
@@ -68,13 +72,14 @@ def make_gated_gradients(
         logprobs: as in `make_micro_gradients`.
 
     Returns:
-        `gradients(policies, params, frozen, micro, update_tokens) -> (grads, seen)`, which takes
-        the place of `make_micro_gradients`; `seen["gate"]` holds the flags, exposure, and the risk
-        used and allowed, for `gated_metrics`.
+        `gradients(policies, params, frozen, micro, update_tokens, ghat=None) -> (grads, seen)`,
+        which takes the place of `make_micro_gradients`; `seen["gate"]` holds the flags, exposure,
+        and the risk used and allowed, for `gated_metrics`. With `ghat`, scalar, the norm that the
+        update's gradient is expected to have, a coefficient is `coefficient_u norm / ghat`.
 
     Raises:
         ValueError: coefficients or seconds of other shapes; a negative or NaN R; at the call,
-            another number of policies.
+            another number of policies, or `ghat` without `norm`.
 
     Example:
         >>> import jax, hilore_jax as hl
@@ -103,7 +108,7 @@ def make_gated_gradients(
     """
     _check(coefficients, seconds, risk)
 
-    def gradients(policies: Policies, params, frozen, micro: Batch, update_tokens):
+    def gradients(policies: Policies, params, frozen, micro: Batch, update_tokens, ghat=None):
         blocks = len(policies or ())
         if blocks != np.shape(coefficients)[0]:
             raise ValueError(
@@ -132,7 +137,8 @@ def make_gated_gradients(
         # A block whose policy is exact has nothing to decode: it must not use up the budget.
         lossy = np.array([bool(policy.names(Compress)) for policy in policies or ()])
         saved = jnp.where(lossy, jnp.asarray(seconds), 0.0)
-        chosen = choose_flags(coefficients, saved, total, budget, paper=paper)
+        relative = coefficients if ghat is None else coefficients_at(coefficients, norm, ghat)
+        chosen = choose_flags(relative, saved, total, budget, paper=paper)
         grads, _ = pull((omega.astype(logp.dtype), chosen.flags))
         seen = observe(loss, logp, omega, nats, micro, clip)
         return grads, {**seen, "gate": {"exposure": total, **chosen._asdict()}}
@@ -149,6 +155,31 @@ def _check(coefficients: Any, seconds: Any, risk: Any) -> None:
         )
     if not isinstance(risk, Tracer) and not float(risk) >= 0:
         raise ValueError(f"risk is {risk}; expected R >= 0, where 0 means no compression at all")
+
+
+def coefficients_at(
+    coefficients: Num[Array | np.ndarray, "blocks"], norm: float | None, ghat: ArrayLike
+) -> Float[Array, "blocks"]:
+    """Risk coefficients `kappa e / Ghat` at another Ghat, float32; the same ones at the same.
+
+    Args:
+        coefficients: `[blocks]`, at `norm`.
+        norm: the Ghat in them.
+        ghat: scalar, another.
+
+    Raises:
+        ValueError: the Ghat in them is not known, or not finite or above 0.
+
+    Example:
+        >>> print(coefficients_at(np.array([0.25, np.inf]), 2.0, 1.0))
+        [0.5 inf]
+    """
+    if norm is None:
+        raise ValueError(
+            "the gate's coefficients cannot follow the gradient's norm, as theirs is not known: "
+            "give make_gated_gradients the calibration's norm, or no ghat."
+        )
+    return jnp.asarray(coefficients, jnp.float32) * (first_ghat(norm) / ghat)
 
 
 def gated_metrics(grads: nnx.State, seen: dict[str, Any], *, paper: bool = False) -> Metrics:
@@ -178,12 +209,31 @@ def gated_metrics(grads: nnx.State, seen: dict[str, Any], *, paper: bool = False
     }
 
 
+def sum_gated_gradients(
+    graphdef: nnx.GraphDef, *, paper: bool = False, **options: Any
+) -> Callable[[Policies, Any, Batch], tuple[nnx.State, Metrics]]:
+    """`make_gradients` with a gate, whose risks are relative to the state's Ghat.
+
+    Args:
+        graphdef: the model's static part, from `init_state`.
+        paper: as in `make_gated_gradients`.
+        **options: the others there.
+    """
+    micro_gradients = make_gated_gradients(graphdef, paper=paper, **options)
+    metrics = functools.partial(gated_metrics, paper=paper)
+
+    def gradients(policies: Policies, state: Any, batch: Batch):
+        of_state = functools.partial(micro_gradients, ghat=state.ghat)
+        return sum_micro_gradients(of_state, metrics)(policies, state, batch)
+
+    return gradients
+
+
 def make_gated_update(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
     *,
     max_grad_norm: float | None = 1.0,
-    paper: bool = False,
     **options: Any,
 ) -> Callable[[Policies, TrainState, Batch], tuple[TrainState, Metrics]]:
     """`make_actor_update` with a gate.
@@ -192,16 +242,13 @@ def make_gated_update(
         graphdef: the model's static part, from `init_state`.
         optimizer: as in `make_actor_update`.
         max_grad_norm: as in `make_actor_update`.
-        paper: as in `make_gated_gradients`.
-        **options: the others of `make_gated_gradients`.
+        **options: those of `make_gated_gradients`.
 
     Returns:
         `update(policies, state, batch) -> (state, metrics)`, pure; the metrics are those of
         `gated_metrics`.
     """
-    micro_gradients = make_gated_gradients(graphdef, paper=paper, **options)
-    metrics_of = functools.partial(gated_metrics, paper=paper)
-    gradients = sum_micro_gradients(micro_gradients, metrics_of)
+    gradients = sum_gated_gradients(graphdef, **options)
     apply = make_apply(optimizer, max_grad_norm)
 
     def update(policies: Policies, state: TrainState, batch: Batch):

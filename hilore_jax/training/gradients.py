@@ -120,7 +120,7 @@ def make_gradients(
     Returns:
         `gradients(policies, state, batch) -> (grads, metrics)`: float32 gradients of `state.params`
         accumulated over the microbatches, each divided by the whole update's tokens (methods 1.1),
-        and metrics under TRL's names.
+        and metrics under TRL's names, with `grad_norm_ema`, the state's Ghat, where it has one.
     """
     return sum_micro_gradients(make_micro_gradients(graphdef, **options), update_metrics)
 
@@ -141,7 +141,8 @@ def sum_micro_gradients(
             return add_gradients(total, grads), seen
 
         grads, seen = jax.lax.scan(accumulate, zero_gradients(state.params), batch)
-        return grads, metrics(grads, seen)
+        used = {} if state.ghat is None else {"grad_norm_ema": state.ghat}
+        return grads, {**metrics(grads, seen), **used}
 
     return gradients
 

@@ -103,9 +103,11 @@ class LadderedUpdate:
 
         Returns:
             The state and metrics: those of `make_actor_update`, and `ladder_hits/<edge>` (accepted
-            microbatches), `ladder_redo`, `risk_used` and `risk_budget` (relative gradient error,
-            predicted and allowed), `rows_skipped`, `micro_exposure`, exposures a microbatch, and
-            `micro_of_row`, where each row was put (-1: left out).
+            microbatches, by the edge at the calibration's gradient norm), `ladder_redo`,
+            `risk_used` and `risk_budget` (relative gradient error, predicted and allowed),
+            `grad_norm_ema` (the Ghat to which they are relative), `rows_skipped`,
+            `micro_exposure`, exposures a microbatch, and `micro_of_row`, where each row was put
+            (-1: left out).
 
         Raises:
             ValueError: a batch that is malformed.
@@ -135,7 +137,7 @@ class LadderedUpdate:
     def _sum(self, state: TrainState, batch: Batch, *, exact: bool = False) -> tuple[Any, Any, Any]:
         """The summed gradient, what microbatches saw, and what is reported of them."""
         check_batch(batch)
-        estimate, dead, tokens = jax.device_get(self._look(batch))
+        ghat, (estimate, dead, tokens) = jax.device_get((state.ghat, self._look(batch)))
         layout = lay_out(
             dead if self.skip_rows else np.zeros_like(dead),
             estimate if self.pack_by_exposure else None,
@@ -143,7 +145,7 @@ class LadderedUpdate:
         )
         counts, update_tokens = layout.sums(tokens), int(tokens.sum())
         policies = [(Policy({}),) * len(self.policies[0])] if exact else self.policies
-        buckets = one_bucket(policies[0])[0] if exact else self.buckets
+        buckets = one_bucket(policies[0])[0] if exact else self.buckets.at(ghat)
 
         def attempt(policies, total, micro: int, limit):
             return self._program(policies, state, batch)(
@@ -165,21 +167,22 @@ class LadderedUpdate:
             "n_tokens": tokens.sum(),
             "rows_skipped": np.int32(layout.skipped),
             "micro_of_row": layout.places(),
-            **({} if exact else self._report(chosen, seen, counts, tokens, redone)),
+            **({} if ghat is None else {"grad_norm_ema": ghat}),
+            **({} if exact else self._report(buckets, chosen, seen, counts, tokens, redone)),
         }
         return total, self._stacked(state, batch, layout, seen), report
 
-    def _report(self, chosen, seen, counts, tokens, redone) -> dict[str, Any]:
+    def _report(self, buckets, chosen, seen, counts, tokens, redone) -> dict[str, Any]:
         exposures = [float(one["exposure"]) for one in seen]
         found: dict[str, Any] = {"micro_exposure": np.asarray(exposures, np.float32)}
-        if self.buckets.budget is None:
+        if buckets.budget is None:
             return found
         for bucket, edge in enumerate(self.buckets.edges):
             found[f"ladder_hits/{edge:g}"] = np.int32(chosen.count(bucket))
-        risks = [self.buckets.risk(b, e) for b, e in zip(chosen, exposures, strict=True)]
+        risks = [buckets.risk(b, e) for b, e in zip(chosen, exposures, strict=True)]
         used, allowed = (
-            self.buckets.used(risks),
-            self.buckets.allowed(int(counts.sum()), int(tokens.sum())),
+            buckets.used(risks),
+            buckets.allowed(int(counts.sum()), int(tokens.sum())),
         )
         return found | {
             "ladder_redo": np.int32(redone),

@@ -22,6 +22,7 @@ from hilore_jax.training.planned import static_plan
 from hilore_jax.training.step import init_state, make_score, raise_if_nonfinite
 from hilore_jax.training.strategy import (
     Update,
+    calibrated_norm,
     make_strategy,
     most_kept_bytes,
     plans,
@@ -53,7 +54,8 @@ class Learner:
         optimizer = make_optimizer(config)
         key = jax.random.key(config.seed)
         held = restack(model, segment_lengths(config, model.config))
-        self.graphdef, self.state = init_state(held, optimizer, key)
+        norm = calibrated_norm(config, model.config)
+        self.graphdef, self.state = init_state(held, optimizer, key, norm)
         self.reference = self._reference_params(model)
         self._score = make_score(self.graphdef, temperature=config.temperature or 1.0)
         self.strategy = make_strategy(config, model.config, self.graphdef, optimizer)

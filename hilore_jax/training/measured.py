@@ -43,7 +43,8 @@ def risk_metrics(metrics: Mapping[str, Any], plan: Plan | None = None) -> dict[s
     """An update's predicted gradient error `risk_used`, and what it may be, `risk_budget`.
 
     Args:
-        metrics: those of a ladder or of a gate hold both; else `micro_exposure` is read.
+        metrics: those of a ladder or of a gate hold both; else `micro_exposure` is read, and
+            `grad_norm_ema` where it is there.
         plan: the static plan; its risks grow with exposure if they were calibrated.
 
     Returns:
@@ -54,5 +55,6 @@ def risk_metrics(metrics: Mapping[str, Any], plan: Plan | None = None) -> dict[s
             return {name: float(metrics[prefix + name]) for name in ("risk_used", "risk_budget")}
     if plan is None:
         return {}
-    used = predicted_error(plan, np.asarray(metrics["micro_exposure"]))
+    exposures, ghat = np.asarray(metrics["micro_exposure"]), metrics.get("grad_norm_ema")
+    used = predicted_error(plan, exposures, None if ghat is None else float(ghat))
     return {"risk_used": used, "risk_budget": plan.risk_budget}

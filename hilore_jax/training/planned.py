@@ -67,8 +67,8 @@ def gate_options(made: Plan) -> dict[str, Any]:
     policy stores exactly is there in both cases, but only the order of blocks is read from them.
 
     Returns:
-        `coefficients`, the risk of each block per exposure, `seconds`, and whether risks add
-        linearly, as in the `paper`.
+        `coefficients`, the risk of each block per exposure, `seconds`, whether risks add linearly,
+        as in the `paper`, and the `norm` in the coefficients.
 
     Raises:
         ValueError: the plan has no calibrated risks.
@@ -83,4 +83,5 @@ def gate_options(made: Plan) -> dict[str, Any]:
         "coefficients": np.array([entry.risk / made.exposure for entry in made.entries]),
         "seconds": np.array([max(0.0, gc - entry.seconds) for entry in made.entries]),
         "paper": made.paper,
+        "norm": made.norm,
     }

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from hilore_jax.compiler import compiler_options
 from hilore_jax.grpo import token_logprobs
+from hilore_jax.grpo.gradient_norm import WEIGHT, first_ghat, next_ghat
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.gradients import Metrics, Policies, make_gradients
@@ -37,10 +38,16 @@ class TrainState:
     opt_state: optax.OptState
     step: Int[Array, ""]  # int32
     key: Key[Array, ""]  # the run's key; randomness of update n is fold_in(key, n)
+    ghat: Float[Array, ""] | None = (
+        None  # float32, moving norm of the gradient, of calibrated risks
+    )
 
 
 def init_state(
-    model: Decoder, optimizer: optax.GradientTransformation, key: Key[Array, ""]
+    model: Decoder,
+    optimizer: optax.GradientTransformation,
+    key: Key[Array, ""],
+    norm: float | None = None,
 ) -> tuple[nnx.GraphDef, TrainState]:
     """Splits a model into what trains and what does not, with fresh optimizer state.
 
@@ -48,6 +55,8 @@ def init_state(
         model: with LoRA its adapters train; without, every parameter.
         optimizer: its moments are kept in float32, whatever the parameters' dtype.
         key: the run's key.
+        norm: mean norm of a calibration's gradients, where the moving average begins to which
+            risks are relative; None: no risk is.
 
     Returns:
         The model's static part and the state. The state shares the model's arrays: donating it
@@ -56,7 +65,8 @@ def init_state(
     trainable = nnx.Param if model.config.lora is None else nnx.LoRAParam
     graphdef, params, frozen = nnx.split(model, trainable, ...)
     opt_state = optimizer.init(_float32(params))
-    return graphdef, TrainState(params, frozen, opt_state, jnp.zeros((), jnp.int32), key)
+    ghat = None if norm is None else first_ghat(norm)
+    return graphdef, TrainState(params, frozen, opt_state, jnp.zeros((), jnp.int32), key, ghat)
 
 
 def make_actor_update(
@@ -107,16 +117,20 @@ def make_actor_update(
 
 
 def make_apply(
-    optimizer: optax.GradientTransformation, max_grad_norm: float | None = 1.0
+    optimizer: optax.GradientTransformation,
+    max_grad_norm: float | None = 1.0,
+    norm_weight: float = WEIGHT,
 ) -> Callable[[TrainState, nnx.State, Metrics], TrainState]:
     """The second half of an update: clipping by global norm, optimizer, and what stays unchanged.
 
     Args:
         optimizer: sees float32 gradients and parameters.
         max_grad_norm: see `make_actor_update`.
+        norm_weight: of the gradient's norm in the moving average, see `grpo.gradient_norm`.
 
     Returns:
-        `apply(state, grads, metrics) -> state`; reads `nonfinite` and `n_tokens` of the metrics.
+        `apply(state, grads, metrics) -> state`; reads `nonfinite`, `n_tokens` and `grad_norm` of
+        the metrics.
     """
     clipper = optax.identity()
     if max_grad_norm is not None:
@@ -131,12 +145,16 @@ def make_apply(
         finite = metrics["nonfinite"] == 0
         moved = finite & (metrics["n_tokens"] > 0)
         keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(moved, new, old))
+        ghat = state.ghat
+        if ghat is not None:
+            ghat = next_ghat(ghat, metrics["grad_norm"], moved, weight=norm_weight)
         return TrainState(
             params=keep(params, state.params),
             frozen=state.frozen,
             opt_state=keep(opt_state, state.opt_state),
             step=state.step + finite.astype(state.step.dtype),
             key=state.key,
+            ghat=ghat,
         )
 
     return apply

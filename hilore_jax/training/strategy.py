@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,13 +20,15 @@ from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.refined import refined_segments
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig
-from hilore_jax.training.gated import gated_metrics, make_gated_gradients
-from hilore_jax.training.gradients import make_gradients, sum_micro_gradients
+from hilore_jax.training.gated import sum_gated_gradients
+from hilore_jax.training.gradients import make_gradients
 from hilore_jax.training.laddered import LadderedUpdate, one_bucket
 from hilore_jax.training.planned import gate_options, load_plan, run_policies
 from hilore_jax.training.report import kept_bytes
 from hilore_jax.training.situation import check_situation, model_facts
 from hilore_jax.training.step import TrainState, jit_update, make_apply
+
+_LOG = logging.getLogger("hilore_jax")
 
 Update = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 
@@ -80,8 +83,7 @@ class StaticUpdate:
         self._policies = policies
         exact = planned = make_gradients(graphdef, **options)
         if gate is not None:
-            gated = make_gated_gradients(graphdef, **gate, **options)
-            planned = sum_micro_gradients(gated, gated_metrics)
+            planned = sum_gated_gradients(graphdef, **gate, **options)
         apply = make_apply(optimizer, max_grad_norm)
 
         def counted(policies: tuple[Policy, ...], state: TrainState, batch: Batch):
@@ -154,6 +156,30 @@ def load_ladder(config: TrainConfig) -> Ladder | None:
         return None
     read(config.ladder, "ladder", "--ladder")  # what else it may be, with the option's name
     return Ladder.load(config.ladder)
+
+
+def calibrated_norm(config: TrainConfig, shape: DecoderConfig) -> float | None:
+    """Where the moving average begins to which the run's risks are relative.
+
+    Args:
+        config: the run's settings.
+        shape: of the model.
+
+    Returns:
+        Ghat of the calibration behind the run's files. None: no risk was calibrated in a form that
+        has it, the settings keep it fixed, or the files are too old to hold it, which is logged.
+    """
+    found = loaded_plans(config, shape)
+    if config.fixed_gradient_norm or not found:
+        return None
+    first = found[0]
+    if first.norm is None and first.block_risks is not None and not first.paper:
+        _LOG.warning(
+            "%s was written before plans kept the gradient norm of their calibration: risks stay "
+            "relative to that norm throughout the run. Plan again to have them follow the run's.",
+            config.ladder or config.plan,
+        )
+    return first.norm
 
 
 def segment_lengths(config: TrainConfig, shape: DecoderConfig) -> tuple[int, ...]:

@@ -193,12 +193,20 @@ def _say(config: TrainConfig, text: str) -> None:
 
 def _checkpointed(state: TrainState) -> dict[str, Any]:
     # The frozen part is loaded from the model, never from a checkpoint.
-    fields = ("params", "opt_state", "step", "key")
+    fields = ("params", "opt_state", "step", "key", "ghat")
     return {name: getattr(state, name) for name in fields}
 
 
+def _fingerprint(config: TrainConfig, learner: Learner) -> dict[str, Any]:
+    if learner.state.ghat is None:
+        return config.fingerprint()
+    # Not in checkpoints of before, nor in those of runs without calibrated risks.
+    follows = "a moving average (--fixed-gradient-norm: as calibrated)"
+    return {**config.fingerprint(), "gradient norm of risks": follows}
+
+
 def _save(config: TrainConfig, learner: Learner, step: int) -> int:
-    meta = {"fingerprint": config.fingerprint(), "data_position": step * config.prompts}
+    meta = {"fingerprint": _fingerprint(config, learner), "data_position": step * config.prompts}
     folder = Path(config.run_dir) / "checkpoints"
     tree = _checkpointed(learner.state)
     checkpoint.save(folder, step, tree, meta, keep_latest=config.keep_checkpoints)
@@ -207,7 +215,9 @@ def _save(config: TrainConfig, learner: Learner, step: int) -> int:
 
 def _resume(config: TrainConfig, learner: Learner) -> int:
     found = checkpoint.restore(
-        Path(config.run_dir) / "checkpoints", _checkpointed(learner.state), config.fingerprint()
+        Path(config.run_dir) / "checkpoints",
+        _checkpointed(learner.state),
+        _fingerprint(config, learner),
     )
     if found is None:
         raise ValueError(
