@@ -13,8 +13,12 @@ from pathlib import Path
 
 # Before jax is imported by anything. Each is a default: an explicit setting, such as
 # JAX_PLATFORMS=cuda on a machine that has a GPU, is kept.
+#
+# LLVM optimizes no code: most of a test is compilation, of programs that run for a moment. What
+# they compute, keep and recompute is decided before LLVM, and is the same.
 os.environ["XLA_FLAGS"] = (
-    f"--xla_force_host_platform_device_count=2 {os.environ.get('XLA_FLAGS', '')}".strip()
+    "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
+    f"{os.environ.get('XLA_FLAGS', '')}".strip()
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # With this, jax's CUDA plugin loads where there is no GPU, and compiles for one (gpu_target).
