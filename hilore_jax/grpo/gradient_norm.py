@@ -1,16 +1,17 @@
 """Ghat, the norm of an update's gradient to which risks are relative: a moving average."""
 
 import math
+from typing import SupportsFloat
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-# That of LoGRA's average of the policies' mismatch. Over 2 x 400 updates of
-# `experiments/learning_check.py` (GC, seeds 0 and 1) Ghat missed the norm that came, root mean square
-# of the logarithm of their ratio, by 0.78 and 0.89; no weight did better by more than 0.01. Without
-# the bound it is 0.88 and 1.03, with the norm of the first updates throughout 1.15 and 1.34.
+# That of LoGRA's average of the policies' mismatch. In two runs of 400 updates (those of
+# `experiments/learning_check.py` under GC, seeds 0 and 1) Ghat missed the norm that came by 0.78 and
+# 0.89, root mean square of the logarithm of their ratio; no weight was better by more than 0.01.
+# Without the bound it is 0.88 and 1.03, with the first updates' norm throughout 1.15 and 1.34.
 WEIGHT = 0.3
 MOST = 2.0  # a norm counts as no more than so many times the average
 
@@ -63,7 +64,7 @@ def next_ghat(
     return jnp.where(counts, new, old)
 
 
-def drift(ghat: ArrayLike, norm: float) -> float:
+def drift(ghat: SupportsFloat, norm: float) -> float:
     """How far Ghat is from the calibration's: risks shrink, and exposures may grow, by as much.
 
     Args:

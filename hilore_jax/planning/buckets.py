@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import SupportsFloat
 
 from hilore_jax.grpo.gradient_norm import drift
 
@@ -78,7 +79,7 @@ class Buckets:
             place += 1
         return min(place, len(self.edges) - 1)
 
-    def at(self, ghat: float | None) -> "Buckets":
+    def at(self, ghat: SupportsFloat | None) -> "Buckets":
         """The buckets of an update whose gradient is expected to have another norm.
 
         A risk is `kappa e E / Ghat`: at `E ghat / Ghat` it is what it was at E.

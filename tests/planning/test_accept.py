@@ -83,7 +83,7 @@ def test_a_calibrated_plan_uses_each_blocks_own_risk(tmp_path):
         expected = {(): 0.0, ("up",): (0.001, 0.008, 0.001)[block]}[kept[block]]
         assert entry.risk == pytest.approx(expected)
     made.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == made
+    assert Plan.load(tmp_path / "plan.json") == made and made.norm == 2.0
     assert "calibrated, at exposure 0.4" in made.explain()
     assert made.pareto(points=3)[-1]["risk"] <= 0.002
 

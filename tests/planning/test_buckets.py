@@ -1,9 +1,11 @@
 """Exposure buckets: edges in powers of two, shares of the risk budget, refused input."""
 
+import dataclasses
 import itertools
 import math
 
 import hypothesis
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
@@ -42,6 +44,50 @@ def test_what_is_selected_is_within_the_share_and_nothing_lower_is(exposure, tok
         assert exposure > buckets.limit(place - 1, tokens, total)
         # These plans use all of their budget, so that the bucket below would be over it.
         assert buckets.risk(place - 1, exposure) > buckets.allowed(tokens, total) * (1 - 1e-9)
+
+
+@hypothesis.given(
+    POSITIVE, st.integers(0, 50), st.integers(0, 50), st.integers(-6, 6), st.booleans()
+)
+def test_half_the_norm_allows_what_was_allowed_at_twice_the_exposure(
+    exposure, tokens, more, octaves, paper
+):
+    total = tokens + more
+    buckets = Buckets(EDGES, BUCKETS.risks, 0.015, 0.25, paper, norm=0.1)
+    at = buckets.at(math.ldexp(float(np.float32(0.1)), octaves))
+    there = math.ldexp(exposure, octaves)
+    place = buckets.select(exposure, tokens, total)
+    assert at.select(there, tokens, total) == place
+    assert at.risk(place, there) == buckets.risk(place, exposure)
+    assert at.limit(place, tokens, total) == math.ldexp(
+        buckets.limit(place, tokens, total), octaves
+    )
+
+
+@hypothesis.given(POSITIVE, st.floats(1e-6, 1e6, width=32), st.integers(0, 9), st.integers(0, 9))
+def test_at_any_norm_what_is_selected_is_within_its_share(exposure, ghat, tokens, more):
+    total = tokens + more
+    buckets = Buckets(EDGES, (0.0075, 0.0075, 0.0075, 0.0), 0.015, share=0.25, norm=0.3)
+    at = buckets.at(ghat)
+    place = at.select(exposure, tokens, total)
+
+    def risk(bucket):  # kappa e E / Ghat, where kappa e is known at an edge and 0.3
+        return 0.0 if bucket == 3 else 0.0075 / EDGES[bucket] * 0.3 * exposure / ghat
+
+    allowed = buckets.allowed(tokens, total)
+    assert risk(place) <= allowed * (1 + 1e-6)
+    assert at.risk(place, exposure) == pytest.approx(risk(place), rel=1e-6)
+    if place:
+        assert risk(place - 1) > allowed * (1 - 1e-6)
+
+
+def test_edges_stay_where_no_norm_is_known_or_none_was_reached():
+    assert BUCKETS.at(0.5) is BUCKETS
+    buckets = dataclasses.replace(BUCKETS, norm=0.1)
+    assert buckets.at(None) is buckets
+    assert buckets.at(np.float32(0.1)).edges == EDGES  # to the bit, before the first update
+    with pytest.raises(ValueError, match="gradient norm of a calibration is 0"):
+        dataclasses.replace(BUCKETS, norm=0.0).at(1.0)
 
 
 @hypothesis.given(st.lists(st.integers(0, 100), min_size=1, max_size=6), st.booleans())

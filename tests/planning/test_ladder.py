@@ -147,6 +147,9 @@ def test_a_plan_above_its_budget_and_a_wrong_count_are_refused():
         dataclasses.replace(ladder, risk=0.001)
     with pytest.raises(ValueError, match="4 plans for 3 buckets"):
         dataclasses.replace(ladder, edges=(1.0, 2.0, math.inf))
+    first = dataclasses.replace(ladder.plans[0], norm=0.5)
+    with pytest.raises(ValueError, match=r"gradient norms \['0.5', 'None'\]: expected one"):
+        dataclasses.replace(ladder, plans=(first, *ladder.plans[1:]))
     short = dataclasses.replace(ladder.plans[0], policies=ladder.plans[0].policies[1:])
     with pytest.raises(ValueError, match=r"plans are for \[5, 6\] blocks"):
         dataclasses.replace(ladder, plans=(short, *ladder.plans[1:]))

@@ -323,9 +323,10 @@ def test_files_of_older_schemas_are_read(tmp_path):
     path, made = tmp_path / "plan.json", plan()
     made.save(path)
     fields = json.loads(path.read_text())
-    assert fields.pop("measured") is None
-    path.write_text(json.dumps(fields | {"schema": 2}))
-    assert hl.Plan.load(path) == made
+    for schema, added in ((3, "norm"), (2, "measured")):
+        assert fields.pop(added) is None
+        path.write_text(json.dumps(fields | {"schema": schema}))
+        assert hl.Plan.load(path) == made
 
 
 def test_bad_measurements_are_named():

@@ -15,9 +15,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import hilore_jax as hl
+from hilore_jax.gate_rule import choose_flags
 from hilore_jax.gated_scan import exact_part
+from hilore_jax.grpo.gradient_norm import next_ghat
 from hilore_jax.models.decoder import segment
-from hilore_jax.training.gated import gated_metrics, make_gated_gradients, make_gated_update
+from hilore_jax.training.gated import (
+    coefficients_at,
+    gated_metrics,
+    make_gated_gradients,
+    make_gated_update,
+)
 from hilore_jax.training.gradients import make_micro_gradients
 from hilore_jax.training.step import init_state, make_actor_update
 
@@ -25,6 +32,7 @@ INT4 = hl.Policy({"mlp_gate": hl.Compress("int4"), "mlp_up": hl.Compress("int4")
 MIXED = hl.Policy({"mlp_gate": hl.Compress("int4"), "attn_out": hl.Store(), "q": hl.Store()})
 GC = hl.Policy({})
 COEFFICIENTS, SECONDS, RISK = np.array([0.01, 0.06]), np.array([1.0, 1.0]), 0.015
+NORM = 0.3  # the Ghat in the coefficients
 OPTIONS: dict[str, Any] = {"beta": 0.05, "temperature": 0.7}
 
 
@@ -42,7 +50,7 @@ def sides(request, tiny, quick):
         segment(tiny(lora=lora), policies), optax.sgd(1.0), jax.random.key(0)
     )
     gated = make_gated_gradients(
-        graphdef, coefficients=COEFFICIENTS, seconds=SECONDS, risk=RISK, **OPTIONS
+        graphdef, coefficients=COEFFICIENTS, seconds=SECONDS, risk=RISK, norm=NORM, **OPTIONS
     )
     static = make_micro_gradients(graphdef, **OPTIONS)
     traces = []
@@ -58,7 +66,9 @@ def sides(request, tiny, quick):
         traces=traces,
         run=counted,
         params=params,
-        gated=lambda micro, tokens=10.0: run(*params, micro, jnp.float32(tokens)),
+        gated=lambda micro, tokens=10.0, ghat=NORM: run(
+            *params, micro, jnp.float32(tokens), jnp.float32(ghat)
+        ),
         static=lambda policies, micro, tokens=10.0: plan(
             policies, *params, micro, jnp.float32(tokens)
         ),
@@ -102,6 +112,37 @@ def test_gradients_are_those_of_the_plan_that_the_flags_spell(sides, batch):
     assert len(sides.traces) == 1
 
 
+def test_the_flags_follow_the_norm_of_the_gradient(sides, batch):
+    decided = {}
+    for factor in (0.2, 0.8):
+        micro = scaled(batch(), factor)
+        allowed = RISK**2 * float(micro.completion_mask.sum()) / 10
+        for ghat in (NORM / 4, NORM, 3 * NORM):
+            gate = sides.gated(micro, ghat=ghat)[1]["gate"]
+            risks = COEFFICIENTS * float(gate["exposure"]) * NORM / ghat
+            decided[factor, ghat] = gate["flags"].tolist()
+            assert decided[factor, ghat] == (np.cumsum(risks**2) <= allowed).tolist()
+            used = np.linalg.norm(risks * np.asarray(gate["flags"]))
+            np.testing.assert_allclose(gate["risk_used"], used, rtol=1e-5)
+            np.testing.assert_allclose(gate["risk_budget"], allowed**0.5, rtol=1e-6)
+    for factor in (0.2, 0.8):  # witness: the norm alone decides otherwise
+        assert decided[factor, NORM / 4] != decided[factor, 3 * NORM]
+    assert len(sides.traces) == 1
+
+
+def test_half_the_norm_allows_what_was_allowed_at_twice_the_exposure():
+    coefficients = np.array([0.011, 0.06, np.inf, 0.0, 0.034])
+    np.testing.assert_array_equal(
+        coefficients_at(coefficients, NORM, np.float32(NORM)), coefficients.astype(np.float32)
+    )
+    for ghat in (NORM / 2, 2 * NORM, 8 * NORM):
+        relative = coefficients_at(coefficients, NORM, np.float32(ghat))
+        for exposure in (0.0, 0.13, 0.4, 1.7):
+            found = choose_flags(relative, np.ones(5), exposure, RISK)
+            as_before = choose_flags(coefficients, np.ones(5), exposure * NORM / ghat, RISK)
+            jax.tree.map(np.testing.assert_array_equal, found, as_before)
+
+
 def test_a_nan_exposure_or_too_many_tokens_recompute(sides, batch):
     micro = scaled(batch(), 0.05)
     assert sides.gated(micro)[1]["gate"]["flags"].tolist() == [1, 1]
@@ -124,18 +165,23 @@ def test_each_of_two_devices_gates_its_own_rows(sides, batch, quick):
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     whole = scaled(batch(micro=1), 0.8)
 
-    def on_each(params, frozen, micro, tokens):
-        grads, seen = sides.run(params, frozen, micro, tokens)
+    def on_each(params, frozen, micro, tokens, ghat):
+        grads, seen = sides.run(params, frozen, micro, tokens, ghat)
         return grads, seen["gate"]["flags"], seen["gate"]["risk_used"][None]
 
     places = (P(), P("data"), P("data"))
     mapped = jax.shard_map(
-        on_each, mesh=mesh, in_specs=(P(), P(), P("data"), P()), out_specs=places
+        on_each, mesh=mesh, in_specs=(P(), P(), P("data"), P(), P()), out_specs=places
     )
-    grads, found, used = quick(mapped)(*sides.params, whole, jnp.float32(10))
+    jitted = quick(mapped)
+    grads, found, used = jitted(*sides.params, whole, jnp.float32(10), jnp.float32(NORM))
     assert np.asarray(found).reshape(2, 2).tolist() == flags
     assert relative(grads, jax.tree.map(jnp.add, halves[0][0], halves[1][0])) < 1e-5
     np.testing.assert_allclose(used, [s["gate"]["risk_used"] for _, s in halves], rtol=1e-5)
+    halves = [sides.gated(scaled(data, 0.8), ghat=NORM / 4)[1] for data in (batch(), second)]
+    _, found, _ = jitted(*sides.params, whole, jnp.float32(10), jnp.float32(NORM / 4))
+    fewer = [seen["gate"]["flags"].tolist() for seen in halves]
+    assert np.asarray(found).reshape(2, 2).tolist() == fewer != flags
 
 
 def test_linear_risks_spend_their_share_linearly(tiny, batch, quick, monkeypatch):
@@ -166,16 +212,18 @@ def test_linear_risks_spend_their_share_linearly(tiny, batch, quick, monkeypatch
 
 def test_an_update_reports_its_gate_and_stays_within_the_risk(tiny, batch, quick):
     policies = (INT4, GC)
-    graphdef, state = init_state(tiny(), optax.sgd(0.1), jax.random.key(0))
+    graphdef, state = init_state(tiny(), optax.sgd(0.1), jax.random.key(0), NORM)
     gate: dict[str, Any] = {
         "coefficients": np.array([0.04, 1e9]),
         "seconds": np.ones(2),
         "risk": RISK,
+        "norm": NORM,
     }
     update = make_gated_update(graphdef, optax.sgd(0.1), max_grad_norm=1.0, **gate, **OPTIONS)
     exact = make_actor_update(graphdef, optax.sgd(0.1), max_grad_norm=1.0, **OPTIONS)
     data = batch(micro=4)
-    new, metrics = quick(functools.partial(update, policies))(state, data)
+    jitted = quick(functools.partial(update, policies))
+    new, metrics = jitted(state, data)
     want, want_metrics = quick(functools.partial(exact, (GC, GC)))(state, data)
     assert want_metrics.keys() < metrics.keys()
     np.testing.assert_allclose(metrics["loss"], want_metrics["loss"], rtol=1e-5)
@@ -192,6 +240,16 @@ def test_an_update_reports_its_gate_and_stays_within_the_risk(tiny, batch, quick
     moved = jax.tree.map(jnp.subtract, new.params, state.params)
     moved_exact = jax.tree.map(jnp.subtract, want.params, state.params)
     assert 1e-6 < relative(moved, moved_exact) < 0.1
+    # The norm of this gradient enters the next update's risks, in the same program.
+    assert metrics["grad_norm_ema"] == np.float32(NORM)
+    np.testing.assert_array_equal(new.ghat, next_ghat(NORM, metrics["grad_norm"]))
+    low = dataclasses.replace(state, ghat=jnp.float32(NORM / 8))
+    _, other = jitted(low, data)
+    assert other["grad_norm_ema"] == np.float32(NORM / 8)
+    assert other["gate/decoded"] < metrics["gate/decoded"] and jitted._cache_size() == 1
+    used = np.linalg.norm(np.asarray(other["gate/flags"])[:, 0] * exposures * 0.04 * 8)
+    np.testing.assert_allclose(other["gate/risk_used"], used, rtol=1e-5)
+    assert other["gate/risk_used"] <= other["gate/risk_budget"]
 
 
 def test_no_risk_is_recompute(tiny, batch, quick):
@@ -216,6 +274,8 @@ def test_bad_input(tiny, batch):
             make_gated_gradients(graphdef, coefficients=COEFFICIENTS, seconds=SECONDS, risk=risk)
     gradients = make_gated_gradients(graphdef, coefficients=COEFFICIENTS, seconds=SECONDS)
     micro = scaled(batch(), 1.0)
+    with pytest.raises(ValueError, match="give make_gated_gradients the calibration's norm"):
+        gradients((INT4,) * 2, params, nnx.State({}), micro, 10, ghat=1.0)
     for policies in ((INT4,) * 3, None):
         with pytest.raises(ValueError, match=r"found 2 risk coefficients for [30] policies"):
             gradients(policies, params, nnx.State({}), micro, 10)

@@ -16,6 +16,7 @@ from flax import nnx
 
 import hilore_jax as hl
 from hilore_jax.grpo import ratio_metrics
+from hilore_jax.grpo.gradient_norm import next_ghat
 from hilore_jax.models.restack import restack
 from hilore_jax.planning.buckets import Buckets
 from hilore_jax.planning.ladder import refined_segments
@@ -25,6 +26,7 @@ from hilore_jax.training.step import init_state, make_actor_update, raise_if_non
 GC = (hl.Policy({}),) * 2
 INT8 = (hl.Policy({"mlp_gate": hl.Compress("int8"), "mlp_up": hl.Compress("int8")}),) * 2
 MIXED = (INT8[0], GC[0])
+NORM = 0.3  # the gradient norm at which edges were calibrated
 OPTIONS: dict[str, Any] = {"clip": 0.2, "beta": 0.0, "temperature": 0.7, "max_grad_norm": 0.5}
 
 
@@ -46,7 +48,7 @@ def start(tiny):
     """Weights in stacks that suit every plan of the tests."""
     lengths = refined_segments([GC, INT8, MIXED])
     assert lengths == (1, 1)
-    graphdef, state = init_state(restack(tiny(), lengths), optimizer(), jax.random.key(0))
+    graphdef, state = init_state(restack(tiny(), lengths), optimizer(), jax.random.key(0), NORM)
     return types.SimpleNamespace(graphdef=graphdef, state=state)
 
 
@@ -65,7 +67,10 @@ def ladders(start):
     def made(kind):
         buckets, policies = {
             "one": lambda: one_bucket(INT8),
-            "three": lambda: (Buckets((0.25, 0.5, math.inf), (0.01, 0.01, 0.0)), (INT8, MIXED, GC)),
+            "three": lambda: (
+                Buckets((0.25, 0.5, math.inf), (0.01, 0.01, 0.0), norm=NORM),
+                (INT8, MIXED, GC),
+            ),
         }[kind]()
         return LadderedUpdate(start.graphdef, optimizer(), buckets, policies, **OPTIONS)
 
@@ -77,8 +82,9 @@ def ladders(start):
     return make
 
 
-def run(start, laddered, data):
-    return laddered.update(jax.tree.map(jnp.copy, start.state), data)
+def run(start, laddered, data, ghat=NORM):
+    state = dataclasses.replace(start.state, ghat=jnp.float32(ghat))
+    return laddered.update(jax.tree.map(jnp.copy, state), data)
 
 
 def no_reference(batch, advantages=(1.0, -1.5, 0.5, -0.25), micro=2, scale=1.0):
@@ -133,6 +139,23 @@ def test_microbatches_take_the_bucket_of_their_exposure(start, plain, ladders, b
         exposures.append(metrics["micro_exposure"])
     np.testing.assert_array_equal(exposures[0], exposures[2])
     assert laddered.n_traces <= 3
+
+
+def test_half_the_norm_allows_what_was_allowed_at_twice_the_exposure(start, ladders, batch):
+    laddered, seen = ladders("three"), set()
+    for scale in (0.3, 0.6, 1.2, 2.4):
+        data = no_reference(batch, scale=scale)
+        state, found = run(start, laddered, data, NORM / 2)
+        _, same = run(start, laddered, no_reference(batch, scale=2 * scale))
+        hits = [int(found[f"ladder_hits/{edge}"]) for edge in ("0.25", "0.5", "inf")]
+        assert hits == [int(same[f"ladder_hits/{edge}"]) for edge in ("0.25", "0.5", "inf")]
+        assert found["ladder_redo"] == same["ladder_redo"]
+        np.testing.assert_allclose(found["risk_used"], same["risk_used"], rtol=1e-5)
+        np.testing.assert_allclose(2 * found["micro_exposure"], same["micro_exposure"], rtol=1e-5)
+        assert found["grad_norm_ema"] == np.float32(NORM / 2)
+        np.testing.assert_array_equal(state.ghat, next_ghat(NORM / 2, found["grad_norm"]))
+        seen.add(tuple(hits))
+    assert len(seen) > 1 and laddered.n_traces <= 3
 
 
 def test_a_microbatch_above_its_bucket_is_done_again_before_it_counts(
@@ -197,12 +220,12 @@ def test_an_update_of_dead_rows_moves_nothing_and_says_so(start, ladders, batch,
     data = no_reference(batch, (0.0, 0.0, 0.0, 0.0))
     laddered = ladders("one", True, False)
     state, _ = run(start, laddered, no_reference(batch))
-    before = jax.tree.map(np.asarray, (state.params, state.opt_state))
+    before, ghat = jax.tree.map(np.asarray, (state.params, state.opt_state)), np.asarray(state.ghat)
     with caplog.at_level(logging.WARNING, logger="hilore_jax"):
         state, metrics = laddered.update(state, data)
     assert "no row of this update can move the policy" in caplog.text
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), before)
-    assert int(state.step) == 2
+    assert int(state.step) == 2 and state.ghat == ghat != np.float32(NORM)
     assert (metrics["rows_skipped"], metrics["n_tokens"]) == (4, 10)
     for name in ("loss", "grad_norm", "exposure", "nonfinite", "is_ratio/mean"):
         assert float(metrics[name]) == 0.0, name
@@ -225,6 +248,7 @@ def test_a_bad_number_leaves_the_state_and_is_named_where_it_came_from(
     state, metrics = run(start, ladders(kind, kind == "one", kind == "one"), data)
     jax.tree.map(np.testing.assert_array_equal, state.params, start.state.params)
     assert (int(metrics["nonfinite"]), int(state.step)) == (1, 0)
+    assert state.ghat == np.float32(NORM)
     with pytest.raises(FloatingPointError, match=r"row 2 .*microbatch 1, row 0"):
         raise_if_nonfinite(metrics, data)
 
@@ -234,7 +258,7 @@ def test_a_thousand_jumps_trace_each_bucket_once_and_keep_every_budget(start, ba
     rng = np.random.default_rng(0)
     edges = (*(2.0**i for i in range(-3, 4)), math.inf)
     risks = (*[0.014] * (len(edges) - 1), 0.0)
-    buckets = Buckets(edges, risks)
+    buckets = Buckets(edges, risks, norm=NORM)
     policies = tuple((hl.Policy({f"n{i}": hl.Store()}),) for i in range(len(edges)))
     laddered = LadderedUpdate(start.graphdef, optimizer(), buckets, policies, **OPTIONS)
     traced = []
@@ -260,14 +284,21 @@ def test_a_thousand_jumps_trace_each_bucket_once_and_keep_every_budget(start, ba
         return grads, {**seen, "ratios": ratios}
 
     laddered._gradients = gradients
-    finish = lambda state, total, seen: (state, {"total": total, "nonfinite": 0})  # noqa: E731
+    average = jax.jit(next_ghat)
+
+    def finish(state, total, seen):
+        moved = dataclasses.replace(state, ghat=average(state.ghat, norm))
+        return moved, {"total": total, "nonfinite": 0}
+
     monkeypatch.setattr(laddered, "_finish", finish)
     state = dataclasses.replace(start.state, params=nnx.State({"w": jnp.zeros(2)}))
     data = no_reference(batch)
     width = data.completion_mask.shape[-1]
     full = np.ones((1, 2, width), bool)
     redone = hits = 0
+    norm, lowest, highest = NORM, NORM, NORM
     for _ in range(1000):
+        norm *= math.exp(rng.normal() * 0.2) * (NORM / norm) ** 0.02  # wanders, and comes back
         factors = rng.integers(1, 9, (2, 2, 1)).astype(np.int32)
         tokens = np.concatenate([factors, np.asarray(data.tokens)[..., 1:]], axis=-1)
         mask = np.asarray(data.attention_mask).copy()
@@ -281,7 +312,10 @@ def test_a_thousand_jumps_trace_each_bucket_once_and_keep_every_budget(start, ba
                 np.float32
             ),
         )
-        _, metrics = laddered.update(state, made)
+        ghat = float(state.ghat)
+        lowest, highest = min(lowest, ghat), max(highest, ghat)
+        state, metrics = laddered.update(state, made)
+        assert float(metrics["grad_norm_ema"]) == ghat
         update_tokens = made.completion_mask.sum()
         counts = made.completion_mask.sum(axis=(1, 2))
         names = [float(n) for n in edges for _ in range(int(metrics[f"ladder_hits/{n:g}"]))]
@@ -291,8 +325,10 @@ def test_a_thousand_jumps_trace_each_bucket_once_and_keep_every_budget(start, ba
         added = sorted([edges.index(n) for n in names])
         assert float(metrics["total"]["w"][0]) == sum(added)
         for exposure, count in zip(metrics["micro_exposure"], counts, strict=True):
-            least = buckets.select(float(exposure), int(count), int(update_tokens))
-            risk = buckets.risk(max(added), float(exposure))
+            # As much as a calibrated exposure that is smaller by what the norm has grown.
+            calibrated = float(exposure) * float(np.float32(NORM)) / ghat
+            least = buckets.select(calibrated / (1 + 1e-12), int(count), int(update_tokens))
+            risk = buckets.risk(max(added), calibrated)
             assert max(added) >= least
             assert risk <= buckets.allowed(int(count), int(update_tokens)) * (1 + 1e-6)
         redone += int(metrics["ladder_redo"])
@@ -300,3 +336,4 @@ def test_a_thousand_jumps_trace_each_bucket_once_and_keep_every_budget(start, ba
     assert redone > 100 and hits == 2000
     assert len(traced) == len(set(traced)) == laddered.n_traces <= len(edges)
     assert laddered.n_traces >= 6
+    assert lowest < NORM / 2 and highest > 2 * NORM

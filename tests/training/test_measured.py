@@ -140,6 +140,10 @@ def test_risks_of_an_update():
     assert risk_metrics(ladder, plan()) == ladder
     gate = {f"gate/{name}": jnp.float32(value) for name, value in ladder.items()}
     assert risk_metrics(gate) == ladder
+    # Relative to the norm that the update used, where the plan knows its own.
+    at = {**micro, "grad_norm_ema": np.float32(0.25)}
+    assert risk_metrics(at, plan(norm=0.5))["risk_used"] == pytest.approx(0.01)
+    assert risk_metrics(micro, plan(norm=0.5)) == risk_metrics(at, plan()) == found
     # Risks that were not calibrated do not follow the exposure.
     fixed = plan(exposure=None, block_risks=None, menu=(Entry(INT4, 1, 1.0, 1, 1, 0.003),))
     assert risk_metrics(micro, fixed)["risk_used"] == pytest.approx(0.003 * 2**0.5)

@@ -42,7 +42,7 @@ def learner(tiny, quick):
 
     Compiled once for all tests: `update` copies the state that it gives away.
     """
-    graphdef, state = init_state(segment(tiny(), GC), optimizer(), jax.random.key(0))
+    graphdef, state = init_state(segment(tiny(), GC), optimizer(), jax.random.key(0), norm=0.7)
     inner = make_actor_update(graphdef, optimizer(), max_grad_norm=MAX_NORM, **OPTIONS)
     traces = []
 
@@ -124,6 +124,12 @@ def test_update_equals_the_plain_reference(request, batch, quick, name):
     assert_close(moves, jax.tree.map(jnp.subtract, expected, state.params), 1e-3)
     assert_equal(new.frozen, state.frozen)
     assert int(new.step) == 1
+    if name == "learner":  # the norm before clipping
+        assert metrics["grad_norm_ema"] == np.float32(0.7)
+        mean = 0.7 * 0.7 + 0.3 * min(float(norm), 1.4)
+        assert float(new.ghat) == pytest.approx(mean, rel=1e-5)
+    else:
+        assert new.ghat is None and "grad_norm_ema" not in metrics
     assert int(metrics["n_tokens"]) == 10
     assert int(metrics["nonfinite"]) == 0
     assert float(metrics["clip_ratio/region_mean"]) > 0  # else the clip would go untested
@@ -209,6 +215,7 @@ def test_no_optimized_token_moves_nothing(learner, batch):
     empty = dataclasses.replace(data, completion_mask=jnp.zeros_like(data.completion_mask))
     still, metrics = learner.update(moved, empty)
     assert_equal((still.params, still.opt_state), (moved.params, moved.opt_state))
+    assert still.ghat == moved.ghat != learner.state.ghat
     assert int(still.step) == 2
     for name in ("loss", "grad_norm", "exposure", "n_tokens", "nonfinite", "kl"):
         assert float(metrics[name]) == 0.0, name
@@ -234,7 +241,7 @@ def test_non_finite_leaves_the_state_and_names_row_and_position(learner, batch, 
     index = (1, 0) if field == "advantages" else (1, 0, 2)  # row 2 of the batch
     data = dataclasses.replace(data, **{field: getattr(data, field).at[index].set(jnp.nan)})
     new, metrics = learner.update(state, data)
-    moving = lambda s: (s.params, s.frozen, s.opt_state, s.step)  # noqa: E731
+    moving = lambda s: (s.params, s.frozen, s.opt_state, s.step, s.ghat)  # noqa: E731
     assert_equal(moving(new), moving(state))
     assert int(metrics["nonfinite"]) == 1
     position = 0 if field == "advantages" else 2
@@ -247,7 +254,7 @@ def test_non_finite_gradient_is_told_apart(learner, batch):
     state, data = learner.state, batch()
     data = dataclasses.replace(data, advantages=jnp.full((2, 2), 3e38, jnp.float32))
     new, metrics = learner.update(state, data)
-    assert_equal(new.params, state.params)
+    assert_equal((new.params, new.ghat), (state.params, state.ghat))
     assert (int(metrics["nonfinite"]), int(metrics["nonfinite_index"])) == (1, -1)
     with pytest.raises(FloatingPointError, match="loss or a gradient"):
         raise_if_nonfinite(metrics, data)

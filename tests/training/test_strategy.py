@@ -1,6 +1,7 @@
 """Which way of updating the settings ask for."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax import nnx
 
 import hilore_jax as hl
 from hilore_jax.planning.fingerprint import fingerprint
+from hilore_jax.planning.ladder import Ladder
 from hilore_jax.planning.menu import Entry
 from hilore_jax.training.abstract import training_update
 from hilore_jax.training.batch import Batch
@@ -22,6 +24,7 @@ from hilore_jax.training.step import init_state
 from hilore_jax.training.strategy import (
     StaticUpdate,
     Strategy,
+    calibrated_norm,
     make_strategy,
     plans,
     segment_lengths,
@@ -83,6 +86,24 @@ def test_a_plan_without_such_risks_cannot_be_gated(tmp_path, tiny, changes):
     config, model = planned(tmp_path / "plan.json", **changes), tiny()
     with pytest.raises(ValueError, match="needs risks measured by exposure"):
         make_strategy(config, model.config, nnx.graphdef(model), optax.sgd(1.0))
+
+
+def test_risks_follow_the_gradients_norm_from_the_calibrations(tmp_path, tiny, caplog):
+    path, shape = tmp_path / "plan.json", tiny().config
+    config = planned(path, norm=0.5)
+    assert calibrated_norm(config, shape) == gate_options(hl.Plan.load(path))["norm"] == 0.5
+    assert calibrated_norm(dataclasses.replace(config, fixed_gradient_norm=True), shape) is None
+    made = hl.Plan.load(path)
+    exact = dataclasses.replace(made, policies=(hl.Policy({}),) * 2)
+    Ladder((0.5, math.inf), (made, exact)).save(tmp_path / "ladder.json")
+    ladder = dataclasses.replace(CONFIG, policy="gc", ladder=str(tmp_path / "ladder.json"))
+    assert calibrated_norm(ladder, shape) == Ladder.load(ladder.ladder).buckets.norm == 0.5
+    # Without risks, or with those of a form that has no such norm, there is nothing to follow.
+    for without in (CONFIG, planned(path, paper=True), planned(path, block_risks=None)):
+        assert calibrated_norm(without, shape) is None
+    assert not caplog.records
+    assert calibrated_norm(planned(path), shape) is None
+    assert f"{path} was written before plans kept the gradient norm" in caplog.text
 
 
 def test_settings_that_do_not_go_with_a_gate(tmp_path):

@@ -396,7 +396,8 @@ def ladder_file(path, blocks=2):
         Entry(gc, 0, 2.0, 1, 8, risk=0.0),
         Entry(low, 100, 1.0, 0, 0, risk=0.001),
     )
-    made = [bare_plan((policy,) * blocks, menu) for policy in (low, gc)]
+    fields = {"block_risks": ((0.0, 0.001),) * blocks, "exposure": 0.5, "norm": 0.3}
+    made = [bare_plan((policy,) * blocks, menu, **fields) for policy in (low, gc)]
     Ladder((0.5, math.inf), tuple(made)).save(path)
     return str(path)
 
@@ -427,6 +428,16 @@ def test_a_ladder_and_skipped_rows_train_and_resume_bit_for_bit(
     learner.state = jax.tree.map(jnp.copy, start)
     resumed = train(dataclasses.replace(again, resume=True), built, learner=learner)
     jax.tree.map(np.testing.assert_array_equal, resumed.state.params, done.state.params)
+    # So does the norm to which risks are relative: calibrated at first, then a moving average.
+    used = [m["grad_norm_ema"] for m in done.metrics]
+    assert used[0] == np.float32(0.3) and len(set(used)) == 3
+    assert [m["grad_norm_ema"] for m in (*stopped.metrics, *resumed.metrics)] == used
+    assert resumed.state.ghat == done.state.ghat != np.float32(used[2])
+    learner.state = dataclasses.replace(jax.tree.map(jnp.copy, start), ghat=None)
+    fixed = dataclasses.replace(again, resume=True, fixed_gradient_norm=True, updates=4)
+    message = r"norm of risks: checkpoint 'a moving average \(--fixed-gradient-norm.*run None"
+    with pytest.raises(ValueError, match=message):
+        train(fixed, built, learner=learner)
     recorded = json.loads((Path(config.run_dir) / "versions.json").read_text())
     assert recorded["policy"] == "ladder"
 
