@@ -19,9 +19,10 @@ from hilore_jax.planning.fits import Row, factors, fitted, joint_bias
 from hilore_jax.planning.measurements import Record, content, digest, row_of
 from hilore_jax.planning.memory_cache import library_version
 from hilore_jax.planning.plan import Blocks
+from hilore_jax.planning.request import check_calibrate
+from hilore_jax.planning.schedule import choices
 
 MOST_POLICIES = 10
-_LEAST_JOINT = 4
 
 Loss = Callable[..., tuple[Any, Any]]
 
@@ -75,6 +76,7 @@ def calibrate(
         The calibration.
 
     Raises:
+        TypeError: an argument of a wrong kind.
         ValueError: fewer microbatches than `count`, one without exposure, too few passes, no policy
             that compresses, or an unknown `risk`.
         FloatingPointError: an exact gradient that is not finite; names the microbatch. An
@@ -97,9 +99,21 @@ def calibrate(
         ([0, 1], 2, 6)
     """
     began = time.perf_counter()
+    numbers = {"count": count, "per_update": per_update, "passes": passes, "seed": seed}
+    check_calibrate(
+        loss,
+        params,
+        microbatches,
+        blocks=blocks,
+        policies=policies,
+        args=args,
+        numbers=numbers,
+        resume=resume,
+        progress=progress,
+    )
     entries = tuple(dict.fromkeys(p for p in policies if p.names(Compress)))
     _check(risk, entries, count, per_update)
-    schedule = _schedule(microbatches, len(entries), blocks.count, count, passes, seed)
+    schedule = choices(microbatches, len(entries), blocks.count, count, passes, seed)
     fingerprint = model_fingerprint(blocks)
     microbatches = microbatches[:count]
     identity = [
@@ -225,39 +239,6 @@ class _Probe:
     def gathered(self) -> float:
         """The norm of the update's gradient."""
         return self._norm
-
-
-def _schedule(
-    microbatches: Sequence[Any], entries: int, blocks: int, count: int, passes: int, seed: int
-) -> list[list[list[int]]]:
-    """The choices to try on each microbatch beside the exact one."""
-    if len(microbatches) < count:
-        raise ValueError(
-            f"hl.calibrate was given {len(microbatches)} microbatches, expected {count}: sample "
-            "more, or ask for fewer with count=."
-        )
-    least = count + entries * blocks
-    joint = min(passes - least, 4 * count)
-    if joint < 0 or (joint < _LEAST_JOINT and entries * blocks >= 8 * _LEAST_JOINT):
-        raise ValueError(
-            f"{entries} policies on {blocks} blocks and {count} exact gradients take {least} "
-            f"passes, and {_LEAST_JOINT} joint ones, but passes={passes}: give fewer policies."
-        )
-    found: list[list[list[int]]] = [[] for _ in range(count)]
-    for unit in range(entries * blocks):
-        index = [0] * blocks
-        index[unit % blocks] = 1 + unit // blocks
-        # Policies begin one further each: in step with the blocks, what belongs to a microbatch
-        # could not be told from what belongs to a block.
-        found[(unit + unit // blocks) % count].append(index)
-    random = np.random.default_rng(seed)
-    for n in range(joint):
-        while sum(map(bool, index := random.integers(0, entries + 1, blocks).tolist())) < 2:
-            if blocks < 2:
-                return found
-        if index not in found[n % count]:
-            found[n % count].append(index)
-    return found
 
 
 def _check(form: str, entries: Sequence[Policy], count: int, per_update: int | None) -> None:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from hilore_jax.actions import Policy
+from hilore_jax.planning.fields import Field, parsed
 from hilore_jax.planning.fits import Row
 from hilore_jax.planning.memory_cache import write_whole
 
@@ -28,21 +29,18 @@ class Record:
         self.seconds = 0.0
         if self._path is None or not self._path.exists():
             return
-        try:
-            body = json.loads(self._path.read_text())
-            if body["identity"] != identity:
-                raise ValueError(
-                    f"{path} holds measurements of another calibration (its model, microbatches, "
-                    "policies, seed or jax differ). Name another file, or remove it."
-                )
-            pairs = lambda found: tuple(tuple(pair) for pair in found)  # noqa: E731
-            self.rows = [
-                Row(micro, pairs(chosen), exposure, distance, norm, pairs(errors))
-                for micro, chosen, exposure, distance, norm, errors in body["rows"]
-            ]
-            self.norms, self.seconds = body["norms"], body["seconds"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged: {error!r}. Remove it.") from None
+        file = parsed(self._path, "measurements", "Remove it.")
+        body = file.fields(("identity", "norms", "seconds", "rows"))
+        if body["identity"].text() != identity:
+            raise ValueError(
+                f"{path} holds measurements of another calibration (its model, microbatches, "
+                "policies, seed or jax differ). Name another file, or remove it."
+            )
+        self.rows = [_read_row(row) for row in body["rows"].items()]
+        norms = body["norms"]
+        values = norms.value if isinstance(norms.value, dict) else norms.refuse("an object")
+        self.norms = {name: norms.at(each, name).number() for name, each in values.items()}
+        self.seconds = body["seconds"].number()
 
     def has(self, micro: int, index: Sequence[int]) -> bool:
         """Whether a microbatch was measured under a choice."""
@@ -62,6 +60,25 @@ class Record:
         if self._path is not None:
             body = {"identity": self._identity, "norms": self.norms, "seconds": self.seconds}
             write_whole(self._path, json.dumps({**body, "rows": self.rows}) + "\n")
+
+
+def _read_row(row: Field) -> Row:
+    fields = row.items()
+    if len(fields) != 6:
+        row.refuse("[microbatch, choices, exposure, distance, norm, errors]")
+    micro, chosen, exposure, distance, norm, errors = fields
+    pairs = [pair.pair("[block, policy]") for pair in chosen.items()]
+    both = [pair.pair("[error, the paper's]") for pair in errors.items()]
+    if len(both) != len(pairs):
+        errors.refuse(f"one pair for each of {len(pairs)} choices")
+    return Row(
+        micro.whole(),
+        tuple((block.whole(), entry.whole(1)) for block, entry in pairs),
+        exposure.any_number(),
+        distance.any_number(),
+        norm.any_number(),
+        tuple((own.any_number(), paper.any_number()) for own, paper in both),
+    )
 
 
 def pairs_of(index: Sequence[int]) -> tuple[tuple[int, int], ...]:

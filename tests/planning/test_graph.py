@@ -194,7 +194,9 @@ def test_a_loop_of_unknown_length_is_refused_only_where_a_gradient_goes_through_
         loop = jax.lax.while_loop(lambda h: jnp.sum(h) > 1, lambda h: h / 2, start)
         return loop @ p["down"]
 
-    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work for lax.while"):
+    with pytest.raises(
+        ValueError, match=r"Reverse-mode differentiation does not work for lax\.while"
+    ):
         block_program(through, *CASES["searched"][1])
     program = block_program(*CASES["searched"][:1], *CASES["searched"][1])
     (loop,) = (node for node in program.graph.nodes if node.eqn.primitive.name == "while")
