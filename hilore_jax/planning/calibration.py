@@ -193,7 +193,7 @@ class Calibration:
             ValueError: not a calibration, of another schema, damaged (names the field, what was
                 found and what was expected), or of another model's shape.
         """
-        file = read_json(path, "calibration", (SCHEMA,), "calibrate again")
+        _, file = read_json(path, "calibration", (SCHEMA,), "calibrate again")
         names = [f.name for f in dataclasses.fields(cls)]
         later = ("form", "joint", "factors")
         parts = file.fields([*(n for n in names if n not in later), "policies"], later)
@@ -201,7 +201,7 @@ class Calibration:
         joint = [pair.pair("[predicted, measured]") for pair in _items(parts, "joint")]
         made = cls(
             measured=tuple(_read_fit(row, known) for row in parts["measured"].items()),
-            norm=parts["norm"].number(above=0),
+            norm=parts["norm"].number(above=0.0),
             bias=parts["bias"].number(),
             exposures=tuple(each.number() for each in parts["exposures"].items(1)),
             fingerprint=parts["fingerprint"].texts(),

@@ -80,10 +80,10 @@ class Field:
         """A finite number between bounds."""
         good = type(self.value) in (int, float) and math.isfinite(self.value)
         if not good or not (self.value >= least and above < self.value <= most):
-            bounds = [f"{least:g} or more"] * (least > -math.inf and least > above)
+            bounds = [f"of {least:g} or more"] * (least > -math.inf and least > above)
             bounds += [f"above {above:g}"] * (above >= least)
-            bounds += [f"{most:g} or less"] * (most < math.inf)
-            self.refuse(" and ".join(["a finite number", *bounds]))
+            bounds += [f"of at most {most:g}"] * (most < math.inf)
+            self.refuse(f"a finite number {' and '.join(bounds)}".rstrip())
         return float(self.value)
 
     def any_number(self) -> float:
@@ -143,8 +143,8 @@ class Field:
             self.damaged(f"{error}".rstrip("."))
 
 
-def read_json(path: str | Path, kind: str, schemas: Sequence[int], again: str) -> Field:
-    """A JSON file of a known schema, that field taken out.
+def read_json(path: str | Path, kind: str, schemas: Sequence[int], again: str) -> tuple[int, Field]:
+    """A JSON file of a known schema.
 
     Args:
         path: the file.
@@ -153,7 +153,7 @@ def read_json(path: str | Path, kind: str, schemas: Sequence[int], again: str) -
         again: what makes such a file anew, such as "plan again".
 
     Returns:
-        The file's object.
+        The schema, and the file's object without it.
 
     Raises:
         OSError: it cannot be read.
@@ -177,8 +177,8 @@ def parsed(path: str | Path, kind: str, remedy: str) -> Field:
     return Field(value, path, kind, remedy)
 
 
-def checked_schema(field: Field, schemas: Sequence[int], again: str) -> Field:
-    """An object without its schema, which must be a known one; see `read_json`."""
+def checked_schema(field: Field, schemas: Sequence[int], again: str) -> tuple[int, Field]:
+    """An object's schema, which must be a known one, and the rest; see `read_json`."""
     value, path, kind = field.value, field.file, field.kind
     inside = f" in {field.where}" if field.where else ""
     if not isinstance(value, dict):
@@ -199,7 +199,7 @@ def checked_schema(field: Field, schemas: Sequence[int], again: str) -> Field:
             + ("install a newer hilore_jax." if newer else f"{again}.")
         )
     rest = {name: part for name, part in value.items() if name != "schema"}
-    return dataclasses.replace(field, value=rest)
+    return schema, dataclasses.replace(field, value=rest)
 
 
 def _shown(value: Any) -> str:

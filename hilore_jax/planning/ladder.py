@@ -141,13 +141,13 @@ class Ladder:
             ValueError: not a ladder, of another schema, damaged (names the field, what was found
                 and what was expected), or made for another situation.
         """
-        file = read_json(path, "ladder", (SCHEMA,), plan_file.AGAIN)
+        _, file = read_json(path, "ladder", (SCHEMA,), plan_file.AGAIN)
         parts = file.fields(("edges", "plans", "risk", "share"))
         edges = tuple(edge.number_or_infinity() for edge in parts["edges"].items(1))
         plans = []
         for part in parts["plans"].items(1):
-            fields = checked_schema(part, plan_file.SCHEMAS, plan_file.AGAIN)
-            plans.append(plan_file.read_plan(fields, found))
+            of_schema = checked_schema(part, plan_file.SCHEMAS, plan_file.AGAIN)
+            plans.append(plan_file.read_plan(*of_schema, found))
         numbers = {name: parts[name].number() for name in ("risk", "share")}
         return file.made(cls, edges=edges, plans=tuple(plans), **numbers)
 

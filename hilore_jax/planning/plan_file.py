@@ -16,20 +16,15 @@ from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.menus import BlockRisks
 from hilore_jax.planning.plan import Plan, Trial, runs
 
-SCHEMAS = (1, 2, 3, 4)
-"""1 had neither risks by block nor acceptance, 2 no measured seconds, 3 no share."""
 AGAIN = "plan again"
-
-_LATER = {
-    "block_risks": None,
-    "exposure": None,
-    "paper": False,
-    "accepted": None,
-    "acceptance": None,
-    "measured": None,
-    "share": None,
+SCHEMAS = (1, 2, 3, 4)
+_LATER: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys(("block_risks", "exposure", "accepted", "acceptance"), (2, None)),
+    "paper": (2, False),
+    "measured": (3, None),
+    "share": (4, None),
 }
-"""Fields that files of older schemas lack, and what they mean by that."""
+"""Fields that older files lack: the schema that brought each, and what they mean without it."""
 
 
 def plan_fields(plan: Plan) -> dict[str, Any]:
@@ -68,22 +63,24 @@ def _acceptance_fields(found: dict[str, Any]) -> dict[str, Any]:
 
 def load_plan(path: str | Path, found: Mapping[str, str] | None = None) -> Plan:
     """A plan from its file; see `Plan.load`."""
-    return read_plan(read_json(path, "plan", SCHEMAS, AGAIN), found)
+    return read_plan(*read_json(path, "plan", SCHEMAS, AGAIN), found)
 
 
-def read_plan(file: Field, situation: Mapping[str, str] | None = None) -> Plan:
-    """The plan of a file's object, its schema taken out (`fields.checked_schema`).
+def read_plan(schema: int, file: Field, situation: Mapping[str, str] | None = None) -> Plan:
+    """The plan of a file's object.
 
     Args:
-        file: the object.
+        schema: of the file.
+        file: the object without it (`fields.checked_schema`).
         situation: a `fingerprint` that must agree, beside jax's version.
 
     Raises:
         ValueError: names the file, the field, what was found and what was expected.
     """
-    names = [f.name for f in dataclasses.fields(Plan)]
-    found = file.fields([n for n in names if n not in _LATER], tuple(_LATER))
-    for name, default in _LATER.items():
+    later = {name: default for name, (since, default) in _LATER.items() if since > schema}
+    names = [f.name for f in dataclasses.fields(Plan) if f.name not in later]
+    found = file.fields(names, tuple(later))
+    for name, default in later.items():
         found.setdefault(name, file.at(default, name))
     policies = tuple(
         policy
@@ -112,7 +109,7 @@ def read_plan(file: Field, situation: Mapping[str, str] | None = None) -> Plan:
         accepted=found["accepted"].maybe(Field.flag),
         acceptance=found["acceptance"].maybe(_acceptance),
         measured=found["measured"].maybe(_measured),
-        share=found["share"].maybe(lambda f: f.number(above=0, most=1)),
+        share=found["share"].maybe(lambda f: f.number(above=0.0, most=1.0)),
     )
     _check_whole(plan, found)
     plan.check({"jax": jax.__version__, **(situation or {})})

@@ -14,7 +14,7 @@ from hilore_jax.planning import expect
 from hilore_jax.planning.claims import PLAIN, check_claims
 from hilore_jax.planning.executed import executed_matmuls
 from hilore_jax.planning.plan import Plan
-from hilore_jax.planning.request import check_arguments
+from hilore_jax.planning.request import check_args, check_arguments
 from hilore_jax.planning.timing import Ratio, interleaved, quartiles, ratio
 
 
@@ -81,6 +81,7 @@ def profile_plan(
     """
     policies = _checked(plans)
     expect.function("profile_plan(update=...)", update, "(policies, *args) -> (state, metrics)")
+    check_args("profile_plan", args)
     expect.whole("profile_plan(repeats=...)", repeats)
     expect.whole("profile_plan(microbatches=...)", microbatches)
     arguments = args if callable(args) else lambda policies: args
@@ -120,7 +121,7 @@ def profile_plan(
     }
 
 
-def _checked(plans: Mapping[str, Plan | Sequence[Policy]]) -> dict[str, tuple[Policy, ...]]:
+def _checked(plans: Any) -> dict[str, tuple[Policy, ...]]:
     """The policies of each plan, of one number of blocks."""
     where = "profile_plan(plans=...)"
     if not isinstance(plans, Mapping):

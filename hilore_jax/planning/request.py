@@ -59,9 +59,7 @@ def check_request(
         TypeError, ValueError: names the argument, what was found and what was expected.
     """
     expect.function(f"{caller}(update=...)", update, _SIGNATURE)
-    if not isinstance(args, tuple) and not callable(args):
-        where, remedy = f"{caller}(args=...)", "the tuple of what follows the policies, such as"
-        expect.refuse(where, args, f"{remedy} (state, batch), or a function of the policies to it")
+    check_args(caller, args)
     check_blocks(caller, blocks)
     if not isinstance(budget, Budget):
         expect.refuse(
@@ -85,6 +83,13 @@ def check_request(
                 f"{caller}(exposure={exposure!r}) needs calibration=...: risks without one do not "
                 "depend on exposure."
             )
+
+
+def check_args(caller: str, args: Any) -> None:
+    """Refuses what is neither a tuple nor a function that makes one."""
+    if not isinstance(args, tuple) and not callable(args):
+        where, remedy = f"{caller}(args=...)", "the tuple of what follows the policies, such as"
+        expect.refuse(where, args, f"{remedy} (state, batch), or a function of the policies to it")
 
 
 def check_blocks(caller: str, blocks: Any) -> None:
