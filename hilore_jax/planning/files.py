@@ -112,13 +112,17 @@ def read(path: str | Path, kind: str, option: str = "") -> Any:
     wanted = KINDS[kind]
     make = f"; {wanted.make}." if wanted.make else "."
     try:
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))
+        fields = json.loads(Path(path).read_bytes().decode())
     except FileNotFoundError:
         raise FileNotFoundError(f"{where}: no such file{make}") from None
     except OSError as error:
         raise ValueError(f"{where} cannot be read: {error.strerror}{make}") from None
-    except ValueError as error:  # neither text nor JSON
-        raise ValueError(f"{where} is not a {kind} file: {error}{make}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not a {kind} file: it is no text ({error}){make}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{where} is not a {kind} file: it is no JSON, or was cut off ({error}){make}"
+        ) from None
     check_kind(fields, kind, where)
     return fields
 

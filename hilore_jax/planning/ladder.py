@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from hilore_jax.actions import Compress, Policy
+from hilore_jax.planning import plan_file
 from hilore_jax.planning.buckets import Buckets, microbatch_risk, power_of_two_edges
 from hilore_jax.planning.budget import Budget
-from hilore_jax.planning.files import read
+from hilore_jax.planning.fields import checked_schema, read_json
 from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.plan import Blocks, Plan, runs
 from hilore_jax.planning.refined import refined_segments
-from hilore_jax.planning.solve import Update, plan
+from hilore_jax.planning.request import check_ladder, check_request
+from hilore_jax.planning.rungs import never_slower, planned, planner
+from hilore_jax.planning.solve import Update
 from hilore_jax.planning.target import Target
 
 SCHEMA = 1
@@ -144,7 +147,7 @@ class Ladder:
         fields = {
             "schema": SCHEMA,
             "edges": [None if edge == math.inf else edge for edge in self.edges],
-            "plans": [made.to_dict() for made in self.plans],
+            "plans": [plan_file.plan_fields(made) for made in self.plans],
             "risk": self.risk,
             "share": self.share,
         }
@@ -159,25 +162,19 @@ class Ladder:
             found: a `fingerprint` that must agree with every plan's.
 
         Raises:
-            ValueError: not a ladder, of another schema, or made for another situation.
-            FileNotFoundError: no such file.
+            OSError: the file cannot be read.
+            ValueError: not a ladder, of another schema, damaged (names the field, what was found
+                and what was expected), or made for another situation.
         """
-        fields = read(path, "ladder")
-        try:
-            schema, edges, plans = (fields[name] for name in ("schema", "edges", "plans"))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a ladder file: {error!r}.") from None
-        if schema != SCHEMA:
-            raise ValueError(
-                f"{path} has ladder schema {schema}, this hilore_jax reads {SCHEMA}: "
-                + ("install a newer hilore_jax." if schema > SCHEMA else "plan again.")
-            )
-        made = tuple(Plan.from_dict(each, path, found) for each in plans)
-        try:
-            bounds = tuple(math.inf if edge is None else float(edge) for edge in edges)
-            return cls(bounds, made, float(fields["risk"]), float(fields["share"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is a damaged ladder file: {error}. Plan again.") from None
+        _, file = read_json(path, "ladder", (SCHEMA,), plan_file.AGAIN)
+        parts = file.fields(("edges", "plans", "risk", "share"))
+        edges = tuple(edge.number_or_infinity() for edge in parts["edges"].items(1))
+        plans = []
+        for part in parts["plans"].items(1):
+            of_schema = checked_schema(part, plan_file.SCHEMAS, plan_file.AGAIN)
+            plans.append(plan_file.read_plan(*of_schema, found))
+        numbers = {name: parts[name].number() for name in ("risk", "share")}
+        return file.made(cls, edges=edges, plans=tuple(plans), **numbers)
 
 
 def plan_ladder(
@@ -221,6 +218,7 @@ def plan_ladder(
         The ladder.
 
     Raises:
+        TypeError: an argument of a wrong kind, or one that `hilore_jax.plan` does not have.
         ValueError: as `hilore_jax.plan`; exposures that are negative, not finite or missing; a
             share outside (0, 1].
 
@@ -240,6 +238,9 @@ def plan_ladder(
         >>> ladder.edges, ladder.select(0.7)
         ((1.0, 2.0, inf), 0)
     """
+    asked = {"update": update, "args": args, "blocks": blocks, "budget": budget, "target": target}
+    check_request("hl.plan_ladder", **asked, calibration=calibration)
+    check_ladder(exposures, share, most, plan_at, options)
     if exposures is None and calibration is None:
         raise ValueError("hl.plan_ladder needs exposures, or a calibration that has them.")
     edges = power_of_two_edges(calibration.exposures if exposures is None else exposures, most)
@@ -251,7 +252,7 @@ def plan_ladder(
                 "hl.plan_ladder needs a calibration (hl.calibrate): default risks do not depend on "
                 "exposure, so that every bucket would get the same plan."
             )
-        plan_at = _planner(
+        plan_at = planner(
             update,
             args,
             edges[-2],
@@ -263,36 +264,8 @@ def plan_ladder(
             calibration=calibration,
             **options,
         )
-    plans = _never_slower([plan_at(edge) for edge in edges])
+    plans = never_slower([planned(plan_at, edge) for edge in edges])
     return Ladder(edges, plans, budget.risk, share)
-
-
-def _never_slower(plans: Sequence[Plan]) -> tuple[Plan, ...]:
-    """Plans by rising exposure, each no slower than the next.
-
-    A plan for more exposure serves less exposure too, at less risk; compiled peaks jump, so that
-    the search for the lower bucket may have missed it.
-    """
-    found = list(plans)
-    for i in reversed(range(len(found) - 1)):
-        if found[i].recompute_seconds > found[i + 1].recompute_seconds:
-            found[i] = found[i + 1]
-    return tuple(found)
-
-
-def _planner(
-    update: Update, args: Any, top: float, budget: Budget, **options: Any
-) -> Callable[[float], Plan]:
-    def at(exposure: float) -> Plan:
-        exact = exposure == math.inf  # nothing that has a risk may be used
-        within = dataclasses.replace(budget, risk=0.0) if exact else budget
-        chosen: dict[str, Any] = {**options, "exposure": top if exact else exposure}
-        made = plan(update, args, budget=within, **chosen)
-        if made.measured is not None:  # once for all buckets, and so that they can be compared
-            options["cost"] = made.measured
-        return made
-
-    return at
 
 
 def compresses(policy: Policy) -> bool:
