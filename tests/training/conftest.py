@@ -12,6 +12,8 @@ from flax import nnx
 import hilore_jax as hl
 from hilore_jax.models.config import DecoderConfig, LoraConfig
 from hilore_jax.models.decoder import Decoder
+from hilore_jax.planning import solve
+from hilore_jax.planning.menu import block_menu
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.toy import CharTokenizer, count_task
 from hilore_jax.training.trainer import Parts
@@ -94,3 +96,12 @@ def parts():
         return Parts(model, CharTokenizer(), count_task(limit=3))
 
     return build
+
+
+@pytest.fixture(autouse=True)
+def short_menus(monkeypatch):
+    """Plans choose from eight entries: the backward of each is traced, most of a small plan's time.
+
+    What is in a menu is `tests/planning/test_menu.py`'s.
+    """
+    monkeypatch.setattr(solve, "block_menu", functools.partial(block_menu, limit=8))

@@ -1,6 +1,7 @@
 """The actor update by shapes: equal to the real one, and plannable."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,18 @@ GC, INT8 = hl.Policy({}), hl.parse_policy("mlp_gate=int8,mlp_up=int8")
 MIXED = (GC, INT8, INT8)
 
 
+OPTIMIZER = optax.adamw(1e-3)
+
+
 def make(config=CONFIG, **fields):
-    optimizer = optax.adamw(1e-3)
-    defaults = {"micro": 2, "rows": 2, "seq": 8, "completion": 5, "optimizer": optimizer}
+    defaults = {"micro": 2, "rows": 2, "seq": 8, "completion": 5, "optimizer": OPTIMIZER}
     return AbstractUpdate(config, **(defaults | fields))
+
+
+@functools.cache
+def jitted(update):
+    """One for equal updates, so that each is compiled once."""
+    return jax.jit(update, static_argnums=0)
 
 
 def random_batch(update):
@@ -50,20 +59,20 @@ def test_shapes_are_those_of_a_real_state_in_the_policies_segments(config):
     _, real = init_state(model, update.optimizer, jax.random.key(0))
     describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
     assert describe(state) == describe(real)
-    new, metrics = jax.jit(update, static_argnums=0)(MIXED, real, random_batch(update))
+    new, metrics = jitted(update)(MIXED, real, random_batch(update))
     assert describe(new) == describe(real) and float(metrics["grad_norm"]) > 0
 
 
 def test_random_arguments_have_those_shapes_and_make_an_update_that_moves():
     update = make(LORA)
-    made, gc = update.random_arguments(), (GC,) * 3
-    state, batch = made(gc)
+    made = update.random_arguments()
+    state, batch = made(MIXED)
     describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)  # noqa: E731
-    assert describe((state, batch)) == describe(update.arguments(gc))
+    assert describe((state, batch)) == describe(update.arguments(MIXED))
     # Equal segments share their arrays: a large model is there once.
-    shared = zip(*map(jax.tree.leaves, ((state, batch), made((INT8,) * 3))), strict=True)
+    shared = zip(*map(jax.tree.leaves, ((state, batch), made((INT8, GC, GC)))), strict=True)
     assert all(a is b for a, b in shared)
-    new, metrics = jax.jit(update, static_argnums=0)(gc, state, batch)
+    new, metrics = jitted(update)(MIXED, state, batch)
     assert float(metrics["grad_norm"]) > 0 and int(metrics["n_tokens"]) == 2 * 2 * 5
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), new.params, state.params)
     assert any(jax.tree.leaves(moved))
@@ -74,9 +83,8 @@ def test_whole_and_chunked_logits_give_the_same_update():
     model = segment(Decoder(CONFIG, rngs=nnx.Rngs(0)), MIXED)
     _, state = init_state(model, update.optimizer, jax.random.key(0))
     batch = random_batch(update)
-    ours = jax.jit(update, static_argnums=0)(MIXED, state, batch)[1]
-    whole = jax.jit(dataclasses.replace(update, head="whole"), static_argnums=0)
-    whole = whole(MIXED, state, batch)[1]
+    ours = jitted(update)(MIXED, state, batch)[1]
+    whole = jitted(dataclasses.replace(update, head="whole"))(MIXED, state, batch)[1]
     assert float(ours["loss"]) == pytest.approx(float(whole["loss"]), abs=1e-6)
     assert float(ours["grad_norm"]) == pytest.approx(float(whole["grad_norm"]), rel=1e-4)
 
@@ -103,7 +111,7 @@ def test_a_model_by_shape_is_planned():
         update,
         update.arguments,
         blocks=update.blocks(),
-        budget=hl.Budget("1.5x gc"),
+        budget=hl.Budget("9x gc"),
         target="cpu",
     )
     assert plan.memory.peak <= plan.budget and len(plan.policies) == 3

@@ -52,7 +52,7 @@ def test_a_plan_is_printed_written_and_explained_again(run, tmp_path, capsys):
     options = ["--target", "cpu", "--memory", "9x-gc", "--out", str(out), "--plot", str(picture)]
     assert run(*options) == 0
     printed = capsys.readouterr().out
-    assert "plan for cpu, 3 blocks" in printed and "peak: compiled" in printed
+    assert "plan for cpu, 3 blocks" in printed and "plan, compiled" in printed
     plan = hl.Plan.load(out)
     assert len(plan.policies) == 3 and plan.memory.peak <= plan.budget
     assert picture.stat().st_size > 10_000
