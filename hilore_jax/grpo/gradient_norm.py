@@ -8,10 +8,10 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-# That of LoGRA's average of the policies' mismatch. In two runs of 400 updates (those of
-# `experiments/learning_check.py` under GC, seeds 0 and 1) Ghat missed the norm that came by 0.78 and
-# 0.89, root mean square of the logarithm of their ratio; no weight was better by more than 0.01.
-# Without the bound it is 0.88 and 1.03, with the first updates' norm throughout 1.15 and 1.34.
+# That of LoGRA's average of the policies' mismatch. In two runs of 400 updates, those of
+# `experiments/learning_check.py` under GC with seeds 0 and 1, Ghat missed the norm that came by
+# 0.78 and 0.89, root mean square of the logarithm of their ratio; no weight was better by more than
+# 0.01. Without the bound it is 0.88 and 1.03, with the first updates' norm in all 1.15 and 1.34.
 WEIGHT = 0.3
 MOST = 2.0  # a norm counts as no more than so many times the average
 
