@@ -112,6 +112,17 @@ def routed(p, x):
     return checkpoint_name(jnp.cos(picked), "act") @ p["down"]
 
 
+def searched(p, x):
+    """A loop of unknown length, through which no gradient goes, finds a scale by halving."""
+    gate = checkpoint_name(x @ p["gate"], "gate")
+
+    def too_large(scale):
+        return jnp.max(jnp.abs(gate)) * scale > 2.0
+
+    scale = jax.lax.stop_gradient(jax.lax.while_loop(too_large, lambda s: s / 2, jnp.mean(gate)))
+    return x + checkpoint_name(jnp.sin(gate * scale), "act") @ p["down"]
+
+
 X = shape(3, 5, 8)
 MLP = jax.eval_shape(params)
 HEADS = {name: shape(8, 8) for name in "qkvo"}
@@ -129,6 +140,7 @@ CASES = {
     "looped": (looped, ({**MLP, "square": shape(8, 8)}, X), None, (INT8,)),
     "own rules": (own_rules, (MLP, X), None, (INT8,)),
     "routed": (routed, (MLP, X), None, (INT8,)),
+    "searched": (searched, (MLP, X), None, (INT8,)),
 }
 
 

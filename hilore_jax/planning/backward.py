@@ -11,8 +11,8 @@ from jax.core import eval_jaxpr
 
 from hilore_jax import modules, replay, tracing
 from hilore_jax.actions import Offload, Policy
-from hilore_jax.planning.graph import Graph, build, input_marks, is_inexact
-from hilore_jax.planning.rules import flat_equations
+from hilore_jax.planning.graph import Graph, build, input_marks
+from hilore_jax.planning.rules import flat_equations, is_inexact
 from hilore_jax.work import Work, work
 
 Key = tuple[Any, ...]

@@ -4,6 +4,8 @@ import dataclasses
 import re
 from collections.abc import Callable
 
+from hilore_jax.planning import expect
+
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
     f"{letter}iB": 2 ** (10 * (i + 1)) for i, letter in enumerate("KMGT")
 }
@@ -37,8 +39,13 @@ class Budget:
     def __post_init__(self) -> None:
         if self.times_gc is None:
             parse_bytes(self.memory)
+        if not expect.is_number(self.risk):
+            expect.refuse("Budget(risk=...)", self.risk, "a relative error of 0 or more")
         if not self.risk >= 0:
             raise ValueError(f"Budget(risk={self.risk!r}): expected a relative error of 0 or more.")
+        if self.baseline is not None:
+            update = "another update(policies, *args) -> (state, metrics), or None"
+            expect.function("Budget(baseline=...)", self.baseline, update)
         if self.baseline is not None and self.times_gc is None:
             raise ValueError(
                 f"Budget(memory={self.memory!r}) is absolute, so that its baseline is not used; "

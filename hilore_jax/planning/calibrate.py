@@ -19,6 +19,7 @@ from hilore_jax.planning.fits import Row, factors, fitted, joint_bias
 from hilore_jax.planning.measurements import Record, content, digest, row_of
 from hilore_jax.planning.memory_cache import library_version
 from hilore_jax.planning.plan import Blocks
+from hilore_jax.planning.request import check_calibrate
 from hilore_jax.planning.schedule import Schedule
 
 Loss = Callable[..., tuple[Any, Any]]
@@ -73,6 +74,7 @@ def calibrate(
         The calibration.
 
     Raises:
+        TypeError: an argument of a wrong kind.
         ValueError: fewer microbatches than `count`, one without exposure, too few passes, no policy
             that compresses, or an unknown `risk`.
         FloatingPointError: an exact gradient that is not finite; names the microbatch. An
@@ -95,6 +97,18 @@ def calibrate(
         ([0, 1], 2, 6)
     """
     began = time.perf_counter()
+    numbers = {"count": count, "per_update": per_update, "passes": passes, "seed": seed}
+    check_calibrate(
+        loss,
+        params,
+        microbatches,
+        blocks=blocks,
+        policies=policies,
+        args=args,
+        numbers=numbers,
+        resume=resume,
+        progress=progress,
+    )
     how = Schedule(blocks, tuple(policies), count, per_update, passes, risk, seed)
     entries, schedule = how.entries, how.choices()
     if len(microbatches) < count:

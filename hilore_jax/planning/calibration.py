@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hilore_jax import tracing
 from hilore_jax.actions import Compress, Policy
-from hilore_jax.planning.files import read
+from hilore_jax.planning.fields import Field, read_json
 from hilore_jax.planning.fingerprint import describe, differences
 from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.plan import Blocks
@@ -189,37 +189,48 @@ class Calibration:
             found: a `model_fingerprint` that must agree.
 
         Raises:
-            ValueError: not a calibration, of another schema, or of another model's shape.
-            FileNotFoundError: no such file.
+            OSError: the file cannot be read.
+            ValueError: not a calibration, of another schema, damaged (names the field, what was
+                found and what was expected), or of another model's shape.
         """
-        fields = read(path, "calibration")
-        try:
-            schema = fields.pop("schema")
-            policies, rows = fields.pop("policies"), fields.pop("measured")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path} is not a calibration file: {error!r}.") from None
-        if schema != SCHEMA:
-            raise ValueError(
-                f"{path} has calibration schema {schema}, this hilore_jax reads {SCHEMA}: "
-                + ("install a newer hilore_jax." if schema > SCHEMA else "calibrate again.")
-            )
-        try:
-            known = [Policy.from_json(json.dumps(policy)) for policy in policies]
-            number = lambda x: math.inf if x is None else float(x)  # noqa: E731
-            measured = tuple(
-                Measured(known[i], block, number(kappa), number(spread), number(error), count)
-                for i, block, kappa, spread, error, count in rows
-            )
-            fields["exposures"] = tuple(fields["exposures"])
-            fields["joint"] = tuple((p, m) for p, m in fields["joint"])
-            fields["factors"] = tuple(fields.get("factors", ()))
-            made = cls(measured=measured, **fields)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ValueError(
-                f"{path} is a damaged calibration file: {error!r}. Calibrate again."
-            ) from None
+        _, file = read_json(path, "calibration", (SCHEMA,), "calibrate again")
+        names = [f.name for f in dataclasses.fields(cls)]
+        later = ("form", "joint", "factors")
+        parts = file.fields([*(n for n in names if n not in later), "policies"], later)
+        known = [policy.policy() for policy in parts["policies"].items()]
+        joint = [pair.pair("[predicted, measured]") for pair in _items(parts, "joint")]
+        made = cls(
+            measured=tuple(_read_fit(row, known) for row in parts["measured"].items()),
+            norm=parts["norm"].number(above=0.0),
+            bias=parts["bias"].number(),
+            exposures=tuple(each.number() for each in parts["exposures"].items(1)),
+            fingerprint=parts["fingerprint"].texts(),
+            passes=parts["passes"].whole(),
+            seconds=parts["seconds"].number(),
+            compilations=parts["compilations"].whole(),
+            versions=parts["versions"].texts(),
+            form=parts["form"].text(FORMS) if "form" in parts else FORMS[0],
+            joint=tuple((predicted.number(), error.number()) for predicted, error in joint),
+            factors=tuple(each.number() for each in _items(parts, "factors")),
+        )
         made.check(found or {})
         return made
+
+
+def _items(parts: dict[str, Field], name: str) -> list[Field]:
+    return parts[name].items() if name in parts else []
+
+
+def _read_fit(row: Field, policies: list[Policy]) -> Measured:
+    """One row of a file's fits."""
+    fields = row.items()
+    if len(fields) != 6:
+        row.refuse("[policy, block, kappa, its error, mean error, count]")
+    index, block, *figures, count = fields
+    if index.whole() >= len(policies):
+        index.refuse(f"the number of one of {len(policies)} policies")
+    kappa, kappa_error, error = (each.number_or_infinity() for each in figures)
+    return Measured(policies[index.value], block.whole(), kappa, kappa_error, error, count.whole())
 
 
 def check_exposure(exposure: float) -> float:

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core as jex
 
 from hilore_jax import tracing
 from hilore_jax.actions import Compress, Policy, Recompute
-from hilore_jax.planning.rules import Rules, flat_equations
+from hilore_jax.planning.rules import Rules, flat_equations, is_inexact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,11 +150,6 @@ def build(traced: tracing.Traced, differentiated: Sequence[bool]) -> Graph:
     return Graph(tuple(nodes), tuple(avals), outputs, sites)
 
 
-def is_inexact(aval: Any) -> bool:
-    """Whether a value can carry a derivative."""
-    return jnp.issubdtype(getattr(aval, "dtype", jnp.int32), jnp.inexact)
-
-
 def _kind(eqn: Any, inside_choice: bool) -> str:
     if tracing.is_name(eqn):
         return "name"
@@ -181,10 +175,7 @@ def _with_reads(
         mask = tuple(v is not None and v in moving for v in slot)
         masks.append(mask)
         if any(mask) and wanted.intersection(node.outputs):
-            every = tuple(is_inexact(v.aval) for v in node.eqn.outvars)
-            for out, moves in zip(
-                node.outputs, rules.rule(node.eqn, mask, every).moves, strict=True
-            ):
+            for out, moves in zip(node.outputs, rules.moves(node.eqn, mask), strict=True):
                 if moves:
                     moving.add(out)
     found: list[Node] = []

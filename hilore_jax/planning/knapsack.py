@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, linprog
 
 from hilore_jax.planning.beam import beam
 from hilore_jax.planning.enumeration import Frame, candidates
+from hilore_jax.planning.highs import milp
 from hilore_jax.planning.problem import Knapsack, starts
 from hilore_jax.planning.rounding import rounded
 

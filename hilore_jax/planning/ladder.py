@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from hilore_jax.actions import Compress, Policy
+from hilore_jax.planning import expect, plan_file
 from hilore_jax.planning.buckets import Buckets, microbatch_risk, power_of_two_edges
 from hilore_jax.planning.budget import Budget
-from hilore_jax.planning.files import read
+from hilore_jax.planning.fields import checked_schema, read_json
 from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.plan import Blocks, Plan, runs
 from hilore_jax.planning.refined import refined_segments
+from hilore_jax.planning.request import check_ladder, check_request
 from hilore_jax.planning.solve import Update, plan
 from hilore_jax.planning.target import Target
 
@@ -120,7 +122,7 @@ class Ladder:
         fields = {
             "schema": SCHEMA,
             "edges": [None if edge == math.inf else edge for edge in self.edges],
-            "plans": [made.to_dict() for made in self.plans],
+            "plans": [plan_file.plan_fields(made) for made in self.plans],
             "risk": self.risk,
             "share": self.share,
         }
@@ -135,25 +137,19 @@ class Ladder:
             found: a `fingerprint` that must agree with every plan's.
 
         Raises:
-            ValueError: not a ladder, of another schema, or made for another situation.
-            FileNotFoundError: no such file.
+            OSError: the file cannot be read.
+            ValueError: not a ladder, of another schema, damaged (names the field, what was found
+                and what was expected), or made for another situation.
         """
-        fields = read(path, "ladder")
-        try:
-            schema, edges, plans = (fields[name] for name in ("schema", "edges", "plans"))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a ladder file: {error!r}.") from None
-        if schema != SCHEMA:
-            raise ValueError(
-                f"{path} has ladder schema {schema}, this hilore_jax reads {SCHEMA}: "
-                + ("install a newer hilore_jax." if schema > SCHEMA else "plan again.")
-            )
-        made = tuple(Plan.from_dict(each, path, found) for each in plans)
-        try:
-            bounds = tuple(math.inf if edge is None else float(edge) for edge in edges)
-            return cls(bounds, made, float(fields["risk"]), float(fields["share"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is a damaged ladder file: {error}. Plan again.") from None
+        _, file = read_json(path, "ladder", (SCHEMA,), plan_file.AGAIN)
+        parts = file.fields(("edges", "plans", "risk", "share"))
+        edges = tuple(edge.number_or_infinity() for edge in parts["edges"].items(1))
+        plans = []
+        for part in parts["plans"].items(1):
+            of_schema = checked_schema(part, plan_file.SCHEMAS, plan_file.AGAIN)
+            plans.append(plan_file.read_plan(*of_schema, found))
+        numbers = {name: parts[name].number() for name in ("risk", "share")}
+        return file.made(cls, edges=edges, plans=tuple(plans), **numbers)
 
 
 def plan_ladder(
@@ -197,6 +193,7 @@ def plan_ladder(
         The ladder.
 
     Raises:
+        TypeError: an argument of a wrong kind, or one that `hilore_jax.plan` does not have.
         ValueError: as `hilore_jax.plan`; exposures that are negative, not finite or missing; a
             share outside (0, 1].
 
@@ -220,6 +217,9 @@ def plan_ladder(
         >>> ladder.edges, ladder.select(0.7)
         ((0.5, 1.0, 2.0, 4.0, inf), 1)
     """
+    asked = {"update": update, "args": args, "blocks": blocks, "budget": budget, "target": target}
+    check_request("hl.plan_ladder", **asked, calibration=calibration)
+    check_ladder(exposures, share, most, plan_at, options)
     if exposures is None and calibration is None:
         raise ValueError("hl.plan_ladder needs exposures, or a calibration that has them.")
     edges = power_of_two_edges(calibration.exposures if exposures is None else exposures, most)
@@ -243,7 +243,7 @@ def plan_ladder(
             calibration=calibration,
             **options,
         )
-    plans = _never_slower([plan_at(edge) for edge in edges])
+    plans = _never_slower([_planned(plan_at, edge) for edge in edges])
     return Ladder(edges, plans, budget.risk, share)
 
 
@@ -258,6 +258,14 @@ def _never_slower(plans: Sequence[Plan]) -> tuple[Plan, ...]:
         if found[i].recompute_seconds > found[i + 1].recompute_seconds:
             found[i] = found[i + 1]
     return tuple(found)
+
+
+def _planned(plan_at: Callable[[float], Plan], exposure: float) -> Plan:
+    made = plan_at(exposure)
+    if not isinstance(made, Plan):
+        where = f"what hl.plan_ladder(plan_at=...) returns at exposure {exposure:g}, "
+        expect.refuse(where, made, "an hl.Plan, as hl.plan returns it")
+    return made
 
 
 def _planner(

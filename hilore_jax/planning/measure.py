@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from hilore_jax.actions import Policy
+from hilore_jax.planning import expect
 from hilore_jax.planning.allocate import allocate
 from hilore_jax.planning.bar import LINES, Bar
 from hilore_jax.planning.claims import PLAIN, claim_fault
@@ -26,6 +27,10 @@ from hilore_jax.planning.timing import interleaved
 from hilore_jax.work import Work
 
 _LOG = logging.getLogger("hilore_jax")
+_COSTS = (
+    '"modelled" (a roofline), "measured" (updates timed on this device), a Measurement, or the '
+    "`measured` of an earlier plan"
+)
 _LEVELS = 8  # of memory, at which the modelled allocation says what it would use
 
 Policies = tuple[Policy, ...]
@@ -54,8 +59,8 @@ class Measurement:
 
     def __post_init__(self) -> None:
         for name in ("turns", "most", "microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Measurement({name}={getattr(self, name)}): expected 1 or more.")
+            expect.whole(f"Measurement({name}=...)", getattr(self, name))
+        expect.function("Measurement(timer=...)", self.timer, "as planning.timing.interleaved")
 
 
 class _Program(NamedTuple):
@@ -73,7 +78,7 @@ def parse_cost(cost: "str | Measurement | Measured") -> Measurement | Measured |
     """What `hilore_jax.plan`'s `cost` asks for; None is the roofline.
 
     Raises:
-        ValueError: another text.
+        TypeError, ValueError: something else, or another text.
 
     Example:
         >>> parse_cost("measured").turns, parse_cost("modelled")
@@ -81,14 +86,13 @@ def parse_cost(cost: "str | Measurement | Measured") -> Measurement | Measured |
     """
     if isinstance(cost, Measurement | Measured):
         return cost
+    if not isinstance(cost, str):
+        expect.refuse("cost=...", cost, _COSTS)
     if cost == "measured":
         return Measurement()
     if cost == "modelled":
         return None
-    raise ValueError(
-        f'cost={cost!r}: expected "modelled" (a roofline), "measured" (updates timed on this '
-        "device), a Measurement, or the `measured` of an earlier plan."
-    )
+    raise ValueError(f"cost={cost!r}: expected {_COSTS}.")
 
 
 def check_measurable(args: Any, target: Target) -> None:
@@ -108,16 +112,8 @@ def check_measurable(args: Any, target: Target) -> None:
             f"({here.platform}), but the target is {target.name}, which is only compiled for. Plan "
             'with target="device" there, or with cost="modelled".'
         )
-    leaves = jax.tree_util.tree_leaves_with_path(args)
-    shapes = [(path, leaf) for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-    if shapes:
-        path, leaf = shapes[0]
-        raise ValueError(
-            f'cost="measured" runs the update, but {len(shapes)} of its {len(leaves)} arguments '
-            f"are shapes without values, first args{jax.tree_util.keystr(path)}: "
-            f"{leaf.dtype}{list(leaf.shape)}. Pass arrays (random ones do: times do not depend on "
-            'them), or plan with cost="modelled".'
-        )
+    remedy = "Pass arrays (random ones do: times do not depend on them), or plan with "
+    expect.values(args, "args", 'cost="measured" runs the update', f'{remedy}cost="modelled".')
 
 
 def shortlist(

@@ -134,20 +134,6 @@ class Measured:
             ]
         }
 
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "Measured":
-        """The inverse of `to_dict`.
-
-        Raises:
-            KeyError, TypeError, ValueError: it is not what `to_dict` made.
-        """
-        timings = tuple(
-            Timing(**{**t, "policy": Policy.from_json(json.dumps(t["policy"]))})
-            for t in fields["timings"]
-        )
-        left_out = tuple((policy, why) for policy, why in fields["left_out"])
-        return cls(**{**fields, "timings": timings, "left_out": left_out})
-
 
 def paired(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
     """Median and quartiles of paired differences, `theirs` less `ours`.

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from hilore_jax.actions import Policy
-from hilore_jax.planning.files import read
+from hilore_jax.planning.fields import Field, parsed
 from hilore_jax.planning.fits import Row
 from hilore_jax.planning.memory_cache import write_whole
 
@@ -33,13 +33,10 @@ def check_record(path: str | Path, identity: str) -> None:
         _body(path, identity)
 
 
-def _body(path: str | Path, identity: str) -> dict[str, Any]:
-    body = read(path, "measurements")
-    try:
-        found = body["identity"]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}. Remove it.") from None
-    if found != identity:
+def _body(path: str | Path, identity: str) -> dict[str, Field]:
+    file = parsed(path, "measurements", "Remove it.")
+    body = file.fields(("identity", "content", "norms", "seconds", "rows"))
+    if body["identity"].text() != identity:
         raise ValueError(
             f"{path} holds measurements of another calibration (its model, policies, passes, "
             "microbatches, seed or jax differ). Give the settings of that one to go on with it, "
@@ -69,20 +66,16 @@ class Record:
         if self._path is None or not self._path.exists():
             return
         body = _body(self._path, identity)
-        try:
-            if body["content"] != content:
-                raise ValueError(
-                    f"{path} holds measurements on other microbatches (the task, its sampling or "
-                    "the weights differ). Name another file, or remove it."
-                )
-            pairs = lambda found: tuple(tuple(pair) for pair in found)  # noqa: E731
-            self.rows = [
-                Row(micro, pairs(chosen), exposure, distance, norm, pairs(errors))
-                for micro, chosen, exposure, distance, norm, errors in body["rows"]
-            ]
-            self.norms, self.seconds = body["norms"], body["seconds"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged: {error!r}. Remove it.") from None
+        if body["content"].text() != content:
+            raise ValueError(
+                f"{path} holds measurements on other microbatches (the task, its sampling or the "
+                "weights differ). Name another file, or remove it."
+            )
+        self.rows = [_read_row(row) for row in body["rows"].items()]
+        norms = body["norms"]
+        values = norms.value if isinstance(norms.value, dict) else norms.refuse("an object")
+        self.norms = {name: norms.at(each, name).number() for name, each in values.items()}
+        self.seconds = body["seconds"].number()
 
     def has(self, micro: int, index: Sequence[int]) -> bool:
         """Whether a microbatch was measured under a choice."""
@@ -102,6 +95,25 @@ class Record:
         if self._path is not None:
             body = {**self._about, "norms": self.norms, "seconds": self.seconds}
             write_whole(self._path, json.dumps({**body, "rows": self.rows}) + "\n")
+
+
+def _read_row(row: Field) -> Row:
+    fields = row.items()
+    if len(fields) != 6:
+        row.refuse("[microbatch, choices, exposure, distance, norm, errors]")
+    micro, chosen, exposure, distance, norm, errors = fields
+    pairs = [pair.pair("[block, policy]") for pair in chosen.items()]
+    both = [pair.pair("[error, the paper's]") for pair in errors.items()]
+    if len(both) != len(pairs):
+        errors.refuse(f"one pair for each of {len(pairs)} choices")
+    return Row(
+        micro.whole(),
+        tuple((block.whole(), entry.whole(1)) for block, entry in pairs),
+        exposure.any_number(),
+        distance.any_number(),
+        norm.any_number(),
+        tuple((own.any_number(), paper.any_number()) for own, paper in both),
+    )
 
 
 def pairs_of(index: Sequence[int]) -> tuple[tuple[int, int], ...]:

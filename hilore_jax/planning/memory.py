@@ -97,6 +97,7 @@ def compiled_memory(
     donate: tuple[int, ...] = (),
     key: str | None = None,
     cache: Cache | None = DEFAULT_CACHE,
+    inspect: Callable[[Any], None] | None = None,
 ) -> Memory:
     """Bytes that a function's program needs on a target, which need not be here.
 
@@ -112,6 +113,8 @@ def compiled_memory(
         donate: positions of arguments whose memory the outputs may use.
         key: text that identifies the function with all it has bound, such as policies.
         cache: where results are kept; None keeps nothing and reads nothing.
+        inspect: looks at the function's jaxpr before it is compiled, and may refuse it; not called
+            where nothing is traced, as what was kept under a `key` is found.
 
     Returns:
         Bytes a device.
@@ -134,14 +137,14 @@ def compiled_memory(
     facts = _facts(target, abstract_args, donate)
     lowered = None
     if key is None and cache is not None:
-        lowered = lower_for(fn, *abstract_args, target=target, donate=donate)
+        lowered = lower_for(fn, *abstract_args, target=target, donate=donate, inspect=inspect)
         facts["program"] = hashlib.sha256(lowered.as_text().encode()).hexdigest()
     elif cache is not None:
         facts |= {"key": key, "library": library_version(), "config": _config()}
     if cache is not None and (found := cache.get(facts)) is not None:
         return Memory.from_dict(found)
     if lowered is None:
-        lowered = lower_for(fn, *abstract_args, target=target, donate=donate)
+        lowered = lower_for(fn, *abstract_args, target=target, donate=donate, inspect=inspect)
     memory = memory_of(compile_for(lowered, target))
     if cache is not None:
         cache.put(facts, memory.to_dict())
@@ -149,7 +152,11 @@ def compiled_memory(
 
 
 def lower_for(
-    fn: Callable, *abstract_args: Any, target: Target, donate: tuple[int, ...] = ()
+    fn: Callable,
+    *abstract_args: Any,
+    target: Target,
+    donate: tuple[int, ...] = (),
+    inspect: Callable[[Any], None] | None = None,
 ) -> jax.stages.Lowered:
     """A function's program before compilation, its arguments placed on a target.
 
@@ -158,6 +165,7 @@ def lower_for(
         *abstract_args: as for `compiled_memory`.
         target: what it will be compiled for.
         donate: positions of donated arguments.
+        inspect: looks at the function's jaxpr before it is lowered, and may refuse it.
 
     Returns:
         The lowered program; `compile_for` compiles it.
@@ -166,7 +174,10 @@ def lower_for(
     # Where shardings named an abstract mesh, so may the function's own constraints.
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         try:
-            return jax.jit(fn, donate_argnums=donate).lower(*args)
+            traced = jax.jit(fn, donate_argnums=donate).trace(*args)
+            if inspect is not None:
+                inspect(traced.jaxpr.jaxpr)
+            return traced.lower()
         except RuntimeError as error:
             _explain_cudnn(error, target)
             raise

@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import coo_array
 
 from hilore_jax.actions import Compress, Policy, Recompute
 from hilore_jax.planning.graph import Graph, recomputed
+from hilore_jax.planning.highs import milp
 from hilore_jax.planning.options import Option
 
 _TIE = 1e-6  # of the largest seconds: less than that yields to bytes, then to risk

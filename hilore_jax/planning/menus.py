@@ -1,8 +1,6 @@
 """Menus by block: one shared menu, with each block's own risks."""
 
 import dataclasses
-import math
-from typing import Any
 
 from hilore_jax.planning.menu import Entry
 
@@ -19,17 +17,3 @@ def block_menus(
         tuple(dataclasses.replace(e, risk=r) for e, r in zip(menu, row, strict=True))
         for row in risks
     )
-
-
-def to_nulls(risks: Any) -> Any:
-    """Infinity as null: JSON has no word for it."""
-    if risks is None:
-        return None
-    return [[r if math.isfinite(r) else None for r in row] for row in risks]
-
-
-def from_nulls(risks: Any) -> Any:
-    """The inverse of `to_nulls`."""
-    if risks is None:
-        return None
-    return tuple(tuple(math.inf if r is None else float(r) for r in row) for row in risks)

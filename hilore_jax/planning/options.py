@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from hilore_jax import tracing
 from hilore_jax.actions import Action, Compress, Offload, Policy, Store
+from hilore_jax.planning import expect
 from hilore_jax.planning.backward import BlockProgram
 from hilore_jax.planning.cost import Roofline, encoded_bytes
 from hilore_jax.planning.graph import aval_bytes, recomputed
@@ -101,7 +102,14 @@ def _can_compress(action: Compress, aval: Any) -> bool:
 
 
 def _checked_risk(risks: Callable[[str, Compress], float], name: str, action: Compress) -> float:
-    risk = float(risks(name, action))
+    found = risks(name, action)
+    where, expected = f"the risk of {name}={action} is ...", "a number; math.inf forbids it"
+    if isinstance(found, str | bool):
+        expect.refuse(where, found, expected)
+    try:
+        risk = float(found)
+    except (TypeError, ValueError):
+        expect.refuse(where, found, expected)
     if risk < 0:
         raise ValueError(f"the risk of {name}={action} is {risk}; expected at least 0.")
     return risk

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from hilore_jax.actions import Policy
+from hilore_jax.planning import expect
 from hilore_jax.planning.allocate import allocate, total_risk
-from hilore_jax.planning.files import read
 from hilore_jax.planning.fingerprint import differences
 from hilore_jax.planning.measured import Measured
 from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.menu import Entry
-from hilore_jax.planning.menus import BlockRisks, block_menus, from_nulls, to_nulls
-
-SCHEMA = 3  # 1 had neither risks by block nor acceptance, 2 no measured seconds
+from hilore_jax.planning.menus import BlockRisks, block_menus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +36,17 @@ class Blocks:
     argnums: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"hl.Blocks(count={self.count}): expected at least one block.")
-        places = range(len(self.args))
-        wanted = self.argnums
+        block = "block_fn(params, x, ...), as hl.scan_blocks takes it"
+        expect.function("hl.Blocks(fn=...)", self.fn, block)
+        if not isinstance(self.args, tuple):
+            expect.refuse("hl.Blocks(args=...)", self.args, "a tuple, the block's arguments")
+        expect.arrays("hl.Blocks(args=...)", self.args)
+        expect.whole("hl.Blocks(count=...)", self.count)
+        places, wanted = range(len(self.args)), self.argnums
         if wanted is not None and not (
-            isinstance(wanted, tuple) and wanted and all(n in places for n in wanted)
+            isinstance(wanted, tuple)
+            and wanted
+            and all(expect.is_whole(n) and n in places for n in wanted)
         ):
             raise ValueError(
                 f"hl.Blocks(argnums={wanted!r}): expected a tuple of positions among the block's "
@@ -88,6 +91,8 @@ class Plan:
         accepted: whether complete updates kept its budgets; None: not tried.
         acceptance: what was found then.
         measured: updates timed under the menu's entries, where `cost` is "measured".
+        share: bytes of compiled peak for each byte that all blocks keep, as the search found it:
+            a mesh divides them among its devices. None: not known.
     """
 
     policies: tuple[Policy, ...]
@@ -109,6 +114,7 @@ class Plan:
     accepted: bool | None = None
     acceptance: dict[str, Any] | None = None
     measured: Measured | None = None
+    share: float | None = None
 
     @functools.cached_property
     def menus(self) -> tuple[tuple[Entry, ...], ...]:
@@ -150,12 +156,12 @@ class Plan:
         """The best choice at each of a range of budgets, as the allocation predicts it.
 
         Returns:
-            Rows of `peak` (bytes, this plan's correction applied), `seconds` (recomputation),
-            `removed_flops` (share) and `risk`, from GC to the fastest choice within the risk
-            budget; each row faster than the one before.
+            Rows of `peak` (bytes a device, on the line through GC's compiled peak and this plan's,
+            and beyond that with the slope `share`), `seconds` (recomputation), `removed_flops`
+            (share) and `risk`, from GC to the fastest choice within the risk budget; each row
+            faster than the one before.
         """
         count = len(self.policies)
-        offset = self.memory.peak - sum(entry.nbytes for entry in self.entries)
         most = count * max(entry.nbytes for entry in self.menu)
         full = count * max(entry.flops for entry in self.menu)
         rows: list[dict[str, float]] = []
@@ -164,7 +170,7 @@ class Plan:
             found = allocate(self.menus, spare, self.risk_budget, paper=self.paper)
             chosen = [menu[c] for menu, c in zip(self.menus, found.choices, strict=True)]
             row = {
-                "peak": float(offset + found.nbytes if found.nbytes else self.gc.peak),
+                "peak": self._peak(found.nbytes),
                 "seconds": found.seconds,
                 "removed_flops": 1 - sum(e.flops for e in chosen) / full if full else 0.0,
                 "risk": found.risk,
@@ -172,6 +178,15 @@ class Plan:
             if not rows or row["seconds"] < rows[-1]["seconds"]:
                 rows.append(row)
         return rows
+
+    def _peak(self, nbytes: int) -> float:
+        """The peak where all blocks keep so many bytes, by the two compiled peaks and `share`."""
+        kept = sum(entry.nbytes for entry in self.entries)
+        slope = (self.memory.peak - self.gc.peak) / kept if kept else 1.0
+        if nbytes <= kept:
+            return self.gc.peak + slope * nbytes
+        share = min(max(slope, 0.0), 1.0) if self.share is None else self.share
+        return self.memory.peak + share * (nbytes - kept)
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draws `pareto()`, the budget and this plan; writes the picture where a path is given."""
@@ -195,28 +210,9 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON; a reader never sees half of it."""
-        write_whole(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+        from hilore_jax.planning.plan_file import plan_fields
 
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON values."""
-        return {
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
-            "schema": SCHEMA,
-            "policies": [[n, json.loads(p.to_json())] for p, n in runs(self.policies)],
-            "menu": [
-                {
-                    **dataclasses.asdict(e),
-                    "policy": json.loads(e.policy.to_json()),
-                    "risk": to_nulls(((e.risk,),))[0][0],
-                }
-                for e in self.menu
-            ],
-            "gc": self.gc.to_dict(),
-            "memory": self.memory.to_dict(),
-            "trials": [dataclasses.asdict(trial) for trial in self.trials],
-            "block_risks": to_nulls(self.block_risks),
-            "measured": None if self.measured is None else self.measured.to_dict(),
-        }
+        write_whole(Path(path), json.dumps(plan_fields(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path, found: Mapping[str, str] | None = None) -> "Plan":
@@ -227,58 +223,13 @@ class Plan:
             found: a `fingerprint` that must agree; jax's version is always compared.
 
         Raises:
-            ValueError: not a plan, of a newer schema, or made for another situation.
-            FileNotFoundError: no such file.
+            OSError: the file cannot be read.
+            ValueError: not a plan, of a newer schema, damaged (names the field, what was found and
+                what was expected), or made for another situation.
         """
-        return cls.from_dict(read(path, "plan"), path, found)
+        from hilore_jax.planning.plan_file import load_plan
 
-    @classmethod
-    def from_dict(
-        cls, fields: Any, path: str | Path, found: Mapping[str, str] | None = None
-    ) -> "Plan":
-        """The inverse of `to_dict`; `path` is where the values were read, for errors.
-
-        Raises:
-            ValueError: as `load`.
-        """
-        import jax
-
-        try:
-            fields = dict(fields)
-            schema = fields.pop("schema")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path} is not a plan file: {error!r}.") from None
-        if schema not in (1, 2, SCHEMA):
-            raise ValueError(
-                f"{path} has plan schema {schema}, this hilore_jax reads {SCHEMA}: "
-                + ("install a newer hilore_jax." if schema > SCHEMA else "plan again.")
-            )
-        try:
-            fields["policies"] = tuple(
-                policy
-                for n, text in fields["policies"]
-                for policy in [Policy.from_json(json.dumps(text))] * n
-            )
-            fields["menu"] = tuple(
-                Entry(
-                    **{
-                        **e,
-                        "policy": Policy.from_json(json.dumps(e["policy"])),
-                        "risk": from_nulls(((e["risk"],),))[0][0],
-                    }
-                )
-                for e in fields["menu"]
-            )
-            fields["gc"], fields["memory"] = (Memory.from_dict(fields[k]) for k in ("gc", "memory"))
-            fields["trials"] = tuple(Trial(**trial) for trial in fields["trials"])
-            fields["block_risks"] = from_nulls(fields.get("block_risks"))
-            if fields.get("measured") is not None:
-                fields["measured"] = Measured.from_dict(fields["measured"])
-            plan = cls(**fields)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is a damaged plan file: {error!r}. Plan again.") from None
-        plan.check({"jax": jax.__version__, **(found or {})})
-        return plan
+        return load_plan(path, found)
 
 
 def runs(policies: Sequence[Policy]) -> list[tuple[Policy, int]]:

@@ -10,9 +10,11 @@ import jax
 
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
+from hilore_jax.planning import expect
 from hilore_jax.planning.claims import PLAIN, check_claims
 from hilore_jax.planning.executed import executed_matmuls
 from hilore_jax.planning.plan import Plan
+from hilore_jax.planning.request import check_args, check_arguments
 from hilore_jax.planning.timing import Ratio, interleaved, quartiles, ratio
 
 
@@ -71,21 +73,26 @@ def profile_plan(
         microbatches: that one update runs; a plan claims matmuls of each.
 
     Raises:
-        ValueError: fewer than two plans; or one whose compiled program still runs matmuls that it
-            claims to have removed, or none of those that it claims to recompute.
+        TypeError: an argument of a wrong kind.
+        ValueError: fewer than two plans, or plans of different numbers of blocks; less than one
+            repeat or microbatch; arguments that are shapes without values; or a plan whose
+            compiled program still runs matmuls that it claims to have removed, or none of those
+            that it claims to recompute.
     """
-    if len(plans) < 2:
-        raise ValueError(f"profile_plan compares plans: found {list(plans)}, expected two or more.")
-    policies = {
-        name: plan.policies if isinstance(plan, Plan) else tuple(plan)
-        for name, plan in plans.items()
-    }
+    policies = _checked(plans)
+    expect.function("profile_plan(update=...)", update, "(policies, *args) -> (state, metrics)")
+    check_args("profile_plan", args)
+    expect.whole("profile_plan(repeats=...)", repeats)
+    expect.whole("profile_plan(microbatches=...)", microbatches)
     arguments = args if callable(args) else lambda policies: args
 
     def compiled(each: tuple[Policy, ...]) -> Any:
+        given = arguments(each)
+        check_arguments("profile_plan", update, each, given, donate)
+        expect.values(given, "args", "profile_plan runs the update", "Pass arrays.")
         bound = functools.partial(update, each)
         jitted = jax.jit(bound, donate_argnums=donate, compiler_options=compiler_options())
-        return jitted.lower(*arguments(each)).compile()
+        return jitted.lower(*given).compile()
 
     plain = (PLAIN,) * len(next(iter(policies.values())))
     held = any(isinstance(plan, Plan) for plan in plans.values())
@@ -112,6 +119,27 @@ def profile_plan(
         )
         for name, each in policies.items()
     }
+
+
+def _checked(plans: Any) -> dict[str, tuple[Policy, ...]]:
+    """The policies of each plan, of one number of blocks."""
+    where = "profile_plan(plans=...)"
+    if not isinstance(plans, Mapping):
+        expect.refuse(where, plans, "two or more hl.Plans, or policies, by name")
+    if len(plans) < 2:
+        raise ValueError(f"profile_plan compares plans: found {list(plans)}, expected two or more.")
+    found: dict[str, tuple[Policy, ...]] = {}
+    for name, plan in plans.items():
+        given = plan.policies if isinstance(plan, Plan) else plan
+        one = where.replace("=", f"[{name!r}]=")
+        if isinstance(given, Policy):
+            expect.refuse(one, given, "one policy a block: (policy,) * n_blocks")
+        expect.all_of(one, given, lambda each: isinstance(each, Policy), "an hl.Policy")
+        found[name] = tuple(given)
+    counts = {name: len(each) for name, each in found.items()}
+    if len(set(counts.values())) > 1 or not all(counts.values()):
+        raise ValueError(f"profile_plan compares plans of one number of blocks, found {counts}.")
+    return found
 
 
 def _run(program: Any, args: tuple[Any, ...]) -> Any:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex
 
@@ -11,6 +12,11 @@ from hilore_jax import tracing
 
 _LANDMARK = "hilore_landmark"
 _LOOPS = frozenset({"scan", "while"})
+
+
+def is_inexact(aval: Any) -> bool:
+    """Whether a value can carry a derivative."""
+    return jnp.issubdtype(getattr(aval, "dtype", jnp.int32), jnp.inexact)
 
 
 class Rule(NamedTuple):
@@ -89,6 +95,22 @@ class Rules:
         if key not in self._found:
             self._found[key] = _trace_rule(eqn, moving, live)
         return self._found[key]
+
+    def moves(self, eqn: Any, moving: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Which outputs carry a derivative, were all of them wanted.
+
+        An equation without a derivative, such as a `while_loop`, is no fault where none is wanted
+        of it, as under `stop_gradient`: it counts as carrying one, and `rule` says so if it is.
+
+        Args:
+            eqn: a jaxpr equation.
+            moving: which inputs are differentiated.
+        """
+        every = tuple(is_inexact(v.aval) for v in eqn.outvars)
+        try:
+            return self.rule(eqn, moving, every).moves
+        except (ValueError, NotImplementedError):
+            return every
 
 
 def signature(eqn: Any) -> tuple[Any, ...]:

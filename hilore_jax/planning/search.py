@@ -70,7 +70,7 @@ class Search:
         self.trials = [Trial(describe((Policy({}),) * count), None, gc.peak, gc.peak <= limit)]
         self._predicted = {(Policy({}),) * count: gc.peak}
         self._left = 0
-        self._share = 1.0 / devices
+        self.share = 1.0 / devices  # bytes of peak for each byte that blocks keep
 
     def kept(self, policies: Policies) -> int:
         """Bytes that all blocks keep, as counted from the block."""
@@ -87,11 +87,11 @@ class Search:
         if not known or not kept:
             return self.gc.peak + round(kept / self.devices)
         nearest = min(known, key=lambda p: (len(wanted ^ set(p)), abs(kept - self.kept(p))))
-        return self.done[nearest].peak + round(self._share * (kept - self.kept(nearest)))
+        return max(0, self.done[nearest].peak + round(self.share * (kept - self.kept(nearest))))
 
     def spare(self, policies: Policies) -> int:
         """Bytes that blocks could keep within the limit, as far as this candidate's peak says."""
-        return self.kept(policies) + int((self.limit - self.done[policies].peak) / self._share)
+        return self.kept(policies) + int((self.limit - self.done[policies].peak) / self.share)
 
     def run(self, compilations: int) -> tuple[Policies, Memory, int]:
         """The fastest candidate that fits, its memory, and its peak as predicted before that."""
@@ -102,7 +102,7 @@ class Search:
         fits = self._fits(fastest)
         if fastest in self.done and most:
             above = self.done[fastest].peak - self.gc.peak
-            self._share = min(max(above / most, 0.25 / self.devices), 1.0)
+            self.share = min(max(above / most, 0.25 / self.devices), 1.0)
         if not fits and most:
             self._within(0, _power_of_two(self._place(most)))
         best = min(
@@ -113,11 +113,11 @@ class Search:
 
     def _place(self, kept: int) -> float:
         """The candidate's number, a real one, that keeps so many bytes; see `_bytes`."""
-        return math.log1p(kept * self._share * _GROWTH / (_STEP * self.gc.peak)) / _RATE
+        return math.log1p(kept * self.share * _GROWTH / (_STEP * self.gc.peak)) / _RATE
 
     def _bytes(self, place: int) -> int:
         """Bytes that a candidate may keep: in even steps at first, then in even ratios."""
-        return round(math.expm1(place * _RATE) * _STEP * self.gc.peak / _GROWTH / self._share)
+        return round(math.expm1(place * _RATE) * _STEP * self.gc.peak / _GROWTH / self.share)
 
     def _within(self, low: int, high: int) -> bool:
         """Whether a candidate strictly between two fits; it and others are in `done` then."""
@@ -138,10 +138,10 @@ class Search:
 
     def _over(self, policies: Policies) -> float:
         """Bytes by which the line through the compiled ends lies above the limit."""
-        return self.gc.peak + self._share * self.kept(policies) - self.limit
+        return self.gc.peak + self.share * self.kept(policies) - self.limit
 
     def _margin(self, policies: Policies, kept: float = _BELOW) -> float:
-        return _MARGIN * self.gc.peak + kept * self._share * self.kept(policies)
+        return _MARGIN * self.gc.peak + kept * self.share * self.kept(policies)
 
     def _fits(self, policies: Policies) -> bool:
         if policies not in self.done and policies not in self.refused:

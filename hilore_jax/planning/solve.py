@@ -23,7 +23,9 @@ from hilore_jax.planning.measured import Measured
 from hilore_jax.planning.memory import Memory, compiled_memory
 from hilore_jax.planning.menu import block_menu
 from hilore_jax.planning.menus import block_menus
+from hilore_jax.planning.named import same_block
 from hilore_jax.planning.plan import Blocks, Plan
+from hilore_jax.planning.request import check_arguments, check_request, traceable
 from hilore_jax.planning.risks import default_risk, recommended_codecs
 from hilore_jax.planning.search import Search, check_feasible, describe
 from hilore_jax.planning.target import Target, parse_target
@@ -86,10 +88,11 @@ def plan(
         A plan whose compiled peak fits.
 
     Raises:
+        TypeError: an argument of a wrong kind.
         ValueError: the budget is below what recomputing everything needs (says how much that is),
-            a target or name is unknown, the peak does not depend on the policies, or the
-            calibration is of another model's shape. With a measured cost: the target is not here,
-            or an argument is a shape.
+            a target or name is unknown, the update's program names other activations than the
+            block, or its peak does not depend on the policies, or the calibration is of another
+            model's shape. With a measured cost: the target is not here, or an argument is a shape.
 
     Example:
         >>> import jax, jax.numpy as jnp, hilore_jax as hl
@@ -110,6 +113,20 @@ def plan(
         >>> made.memory.peak <= made.budget, made.removed_flops
         (True, 1.0)
     """
+    check_request(
+        "hl.plan",
+        update=update,
+        args=args,
+        blocks=blocks,
+        budget=budget,
+        target=target,
+        codecs=codecs,
+        risks=risks,
+        offload=offload,
+        calibration=calibration,
+        exposure=exposure,
+        progress=progress,
+    )
     pricing = parse_cost(cost)
     device = parse_target(target)
     if offload and not device.host_link:
@@ -118,6 +135,7 @@ def plan(
         )
     arguments = args if callable(args) else lambda policies: args
     all_recomputed = (Policy({}),) * blocks.count
+    check_arguments("hl.plan", update, all_recomputed, arguments(all_recomputed), donate)
     situation = fingerprint(
         blocks.fn,
         blocks.args,
@@ -132,7 +150,7 @@ def plan(
         pricing.check(situation)
     if calibration is not None:  # before anything long
         calibration.check(model_fingerprint(blocks))
-        exposure = calibration.exposure if exposure is None else check_exposure(exposure)
+        exposure = calibration.exposure if exposure is None else check_exposure(float(exposure))
     menu = block_menu(
         blocks.fn,
         *blocks.args,
@@ -148,14 +166,17 @@ def plan(
         paper = calibration.form == "paper"
     with Bar(progress, _COMPILATIONS) as bar:
 
-        def compiled(policies: tuple[Policy, ...], fn: Update = update) -> Memory:
+        def compiled(policies: tuple[Policy, ...], fn: Update = update, **how: Any) -> Memory:
             bar.step(describe(policies))
             bound = functools.partial(fn, policies)
-            memory = compiled_memory(bound, *arguments(policies), target=device, donate=donate)
+            with traceable(fn):
+                memory = compiled_memory(
+                    bound, *arguments(policies), target=device, donate=donate, **how
+                )
             bar.end(f"peak {memory.peak / 2**30:.3f} GiB")
             return memory
 
-        gc = compiled(all_recomputed)
+        gc = compiled(all_recomputed, inspect=same_block(blocks, menu))
         baseline = None
         if budget.times_gc is None:
             limit = budget.nbytes
@@ -192,7 +213,7 @@ def plan(
         policies=policies,
         menu=menu,
         target=device.name,
-        risk_budget=budget.risk,
+        risk_budget=float(budget.risk),
         budget=limit,
         baseline=baseline,
         gc=gc,
@@ -206,4 +227,5 @@ def plan(
         exposure=None if calibration is None else exposure,
         paper=paper,
         measured=pricing,
+        share=search.share,
     )

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from hilore_jax import compiler
+from hilore_jax.planning import expect
 from hilore_jax.planning.present import known_facts, measured_facts
 from hilore_jax.planning.target_data import GPUS, TPUS, Facts
 from hilore_jax.planning.topology import Device, absent_devices, present_devices
@@ -165,6 +166,7 @@ def parse_target(text: str | Path | Target) -> Target:
         known, and are measured otherwise (half a second, once).
 
     Raises:
+        TypeError: neither text nor a path nor a `Target`.
         ValueError: unknown name (the known ones are listed), or a bad target file.
 
     Example:
@@ -177,6 +179,8 @@ def parse_target(text: str | Path | Target) -> Target:
     """
     if isinstance(text, Target):
         return text
+    if not isinstance(text, str | Path):
+        expect.refuse("target=...", text, 'a name such as "cuda:h200", a file\'s path, or a Target')
     if isinstance(text, Path) or text.endswith(".json") or "/" in text:
         from hilore_jax.planning.target_file import load_target  # it builds on this file
 

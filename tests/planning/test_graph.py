@@ -186,3 +186,18 @@ def test_random_blocks_and_policies(data):
     odd = difference(program, policy, figures)
     assert not {key: n for key, n in odd.items() if not is_elementwise(key)}
     assert kept_bytes(program, policy) == figures.nbytes
+
+
+def test_a_loop_of_unknown_length_is_refused_only_where_a_gradient_goes_through_it():
+    def through(p, x):
+        start = checkpoint_name(x @ p["gate"], "gate")
+        loop = jax.lax.while_loop(lambda h: jnp.sum(h) > 1, lambda h: h / 2, start)
+        return loop @ p["down"]
+
+    with pytest.raises(
+        ValueError, match=r"Reverse-mode differentiation does not work for lax\.while"
+    ):
+        block_program(through, *CASES["searched"][1])
+    program = block_program(*CASES["searched"][:1], *CASES["searched"][1])
+    (loop,) = (node for node in program.graph.nodes if node.eqn.primitive.name == "while")
+    assert loop.inputs and not loop.reads and not loop.again
