@@ -128,26 +128,28 @@ def plan(
         progress=progress,
     )
     pricing = parse_cost(cost)
+    arguments = args if callable(args) else lambda policies: args
+    all_recomputed = (Policy({}),) * blocks.count
+    given = arguments(all_recomputed)
+    check_arguments("hl.plan", update, all_recomputed, given, donate)
     device = parse_target(target)
     if offload and not device.host_link:
         _log.warning(
             "offload is ignored: target %r has no host memory whose link is known.", device.name
         )
-    arguments = args if callable(args) else lambda policies: args
-    all_recomputed = (Policy({}),) * blocks.count
-    check_arguments("hl.plan", update, all_recomputed, arguments(all_recomputed), donate)
     situation = fingerprint(
         blocks.fn,
         blocks.args,
-        arguments(all_recomputed),
+        given,
         blocks=blocks.count,
         argnums=blocks.argnums,
         target=device.name,
     )
     if isinstance(pricing, Measurement):
-        check_measurable(arguments(all_recomputed), device)
+        check_measurable(given, device)
     elif pricing is not None:
         pricing.check(situation)
+    del given  # arrays may be large, and measuring needs room
     if calibration is not None:  # before anything long
         calibration.check(model_fingerprint(blocks))
         exposure = calibration.exposure if exposure is None else check_exposure(float(exposure))

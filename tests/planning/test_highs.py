@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from hilore_jax.planning import highs
+from hilore_jax.planning import highs, knapsack, menu_program
 from hilore_jax.planning.menu import block_menu
 from planner_blocks import CASES, Device, risk
 
@@ -35,6 +35,10 @@ def test_a_menu_prints_nothing(talkative, monkeypatch, capfd):
     block_menu(block, *args, codecs=codecs, risks=risk, target=Device(), argnums=argnums)
     ctypes.CDLL(None).fflush(None)
     assert len(talkative) > 5 and capfd.readouterr() == ("", "")
+
+
+def test_every_program_is_solved_that_way():
+    assert knapsack.milp is menu_program.milp is highs.milp
 
 
 def test_what_others_print_meanwhile_comes_through_in_order(capfd):

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import operator
-import types
 
 import jax
 import jax.numpy as jnp
@@ -250,7 +249,7 @@ def test_a_measured_ladder_is_measured_once(monkeypatch):
         budget=hl.Budget("1.2x gc"),
         target=CPU,
         exposures=[1.0, 4.0],
-        calibration=types.SimpleNamespace(form="squared"),  # all that is read of it here
+        calibration=hl.Calibration((), 1.0, 1.0, (1.0,), {}, 1, 1.0, 1, {}),
         cost="measured",
     )
     costs, exposures = zip(*asked, strict=True)
