@@ -99,6 +99,7 @@ def test_a_signal_ends_the_process_though_a_compiler_is_at_work():
     """A thread that never ends stands for the compiler's: an ordinary end would wait for it."""
     program = (
         "import os, signal, sys, threading, time; from hilore_jax import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's & ignores it
         "threading.Thread(target=threading.Event().wait).start()\n"
         "def compiling(argv):\n"
         "    print('compiling')\n"

@@ -1,5 +1,6 @@
 """How far compilations, timed updates or gradients are: a bar on a terminal, lines elsewhere."""
 
+import io
 import sys
 import time
 from typing import Any, TextIO
@@ -34,7 +35,7 @@ class Bar:
         *,
         every: float = 0.0,
         done: int = 0,
-        stream: TextIO | None = None,
+        stream: TextIO | io.TextIOBase | None = None,
     ):
         self._stream = sys.stderr if stream is None else stream
         self._terminal = self._stream.isatty()
@@ -48,7 +49,12 @@ class Bar:
         if self._shown and self._terminal:
             from tqdm import tqdm
 
-            options: dict[str, Any] = {"unit": self._unit, "file": self._stream, "leave": False}
+            options: dict[str, Any] = {
+                "unit": self._unit,
+                "file": self._stream,
+                "leave": False,
+                "mininterval": 0.0,
+            }
             self._bar = tqdm(total=self._total, initial=self._done, **options)
         return self
 
@@ -79,7 +85,8 @@ class Bar:
             took = f"{now - self._started:.1f} s" + (f", {found}" if found else "")
             line = ": ".join(filter(None, (f"{self._unit} {self._done}", what, took)))
         self._said = now
-        print(line, file=self._stream, flush=True)
+        self._stream.write(line + "\n")
+        self._stream.flush()
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if self._what is not None and kind is None:

@@ -54,6 +54,7 @@ KINDS: dict[str, Kind] = {
         "the measurements of a calibration that is not finished",
         "identity norms rows",
         "the hilore calibrate that began it, which goes on from there",
+        "remove it",
     ),
     "policy": _kind(
         "a policy",
@@ -100,7 +101,8 @@ def read(path: str | Path, kind: str, option: str = "") -> Any:
 
     Raises:
         FileNotFoundError: no such file; says how to get one.
-        ValueError: a folder, no text, no JSON, or a file of another kind; says what takes that.
+        OSError: a folder, or a file that may not be read.
+        ValueError: no text, no JSON, or a file of another kind; says what takes that.
 
     Example:
         >>> read("none.json", "plan", "--plan")
@@ -111,18 +113,17 @@ def read(path: str | Path, kind: str, option: str = "") -> Any:
     where = f"{option} {path}".strip()
     wanted = KINDS[kind]
     make = f"; {wanted.make}." if wanted.make else "."
+    wrong = f"{where} is not a {kind} file"
     try:
         fields = json.loads(Path(path).read_bytes().decode())
     except FileNotFoundError:
         raise FileNotFoundError(f"{where}: no such file{make}") from None
     except OSError as error:
-        raise ValueError(f"{where} cannot be read: {error.strerror}{make}") from None
+        raise OSError(f"{where} cannot be read: {error.strerror}{make}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not a {kind} file: it is no text ({error}){make}") from None
+        raise ValueError(f"{wrong}: it is no text ({error}){make}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{where} is not a {kind} file: it is no JSON, or was cut off ({error}){make}"
-        ) from None
+        raise ValueError(f"{wrong}: it is no JSON, or was cut off ({error}){make}") from None
     check_kind(fields, kind, where)
     return fields
 

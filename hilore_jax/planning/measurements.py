@@ -68,8 +68,8 @@ class Record:
         body = _body(self._path, identity)
         if body["content"].text() != content:
             raise ValueError(
-                f"{path} holds measurements on other microbatches (the task, its sampling or "
-                "the weights differ). Name another file, or remove it."
+                f"{path} holds measurements on other microbatches (the task, its sampling or the "
+                "weights differ). Name another file, or remove it."
             )
         self.rows = [_read_row(row) for row in body["rows"].items()]
         norms = body["norms"]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from hilore_jax.models.shapes import family
+from hilore_jax.planning.files import check_output
 from hilore_jax.report.bench_decode import bench_decode
 from hilore_jax.report.bench_logprobs import bench_logprobs
 from hilore_jax.report.bench_remat import Setup, bench_compression, bench_parity, bench_segments
@@ -67,6 +68,11 @@ def _gpu_sharding(path: str) -> Any:
     from jax.experimental import topologies
     from jax.sharding import SingleDeviceSharding
 
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"--gpu-target {path}: no such file; expected XLA's description of a GPU, a "
+            "GpuTargetConfigProto as text."
+        )
     description = Path(path).read_text()
     try:
         topology = topologies.get_topology_desc(
@@ -102,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     import tyro
 
     config = tyro.cli(BenchConfig, args=None if argv is None else list(argv), prog="hilore bench")
+    if config.out:
+        check_output(config.out, "--out")
     backend = jax.default_backend()
     where = f"compiled for {config.gpu_target}" if config.gpu_target else f"measured on {backend}"
     print(f"jax {jax.__version__}, {platform.processor() or platform.machine()}, {where}")

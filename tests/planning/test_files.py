@@ -61,12 +61,12 @@ def test_what_cannot_be_read_names_the_option_and_how_to_get_one(tmp_path):
         read("none", "plan", "--plan")
     with pytest.raises(FileNotFoundError, match=r"none: no such file; hilore calibrate --out"):
         hl.Calibration.load(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"cannot be read: Is a directory; hilore plan"):
+    with pytest.raises(OSError, match=r"cannot be read: Is a directory; hilore plan"):
         read(tmp_path, "plan")
     with pytest.raises(FileNotFoundError, match=r"none: no such file\.$"):
-        read("none", "measurements")
+        read("none", "model")
     (tmp_path / "text").write_text("no JSON")
-    with pytest.raises(ValueError, match=r"text is not a ladder file: Expecting value.*; hilore"):
+    with pytest.raises(ValueError, match=r"text is not a ladder file: it is no JSON.*; hilore"):
         read(tmp_path / "text", "ladder")
 
 

@@ -79,3 +79,11 @@ def test_the_command_writes_its_json(tmp_path, capsys, monkeypatch):
     assert "segments: 5 segments, frozen" in printed and "share_of_weights <= 0.02" in printed
     with pytest.raises(ValueError, match=r"unknown benches \['speed'\]"):
         list(bench.run(bench.BenchConfig(only="speed")))
+
+
+def test_files_are_checked_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "bench_parity", lambda *args: pytest.fail("too late"))
+    with pytest.raises(ValueError, match=r"--out .*none/b\.json: the folder .*none does not exist"):
+        bench.main(["--out", str(tmp_path / "none" / "b.json")])
+    with pytest.raises(FileNotFoundError, match="--gpu-target none: no such file"):
+        bench.main(["--gpu-target", "none"])
