@@ -30,7 +30,7 @@ class Acceptance:
         reason: in words.
         peak: compiled, bytes.
         errors: relative gradient error of each update, after reduction and before clipping.
-        predicted: by the plan's risks, for the same updates; mean.
+        predicted: by the plan's risks, for the same updates' exposures and norms; mean.
         removed: names and policies that were taken out because they did not pay.
     """
 
@@ -110,7 +110,10 @@ def accept(
         for update, (grads, _), norm in zip(updates, truth, norms, strict=True):
             found.append(gradient_distance(gradients(made.policies, update)[0], grads) / norm)
         highest = made.memory.peak if peak is None else peak(made.policies)
-        predicted = statistics.fmean(predicted_error(made, exposures) for _, exposures in truth)
+        predicted = statistics.fmean(
+            predicted_error(made, exposures, norm)
+            for (_, exposures), norm in zip(truth, norms, strict=True)
+        )
         return _judged(made, highest, tuple(found), predicted, limit, removed)
 
     result = tried(plan)

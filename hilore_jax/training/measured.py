@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hilore_jax.planning.allocate import total_risk
 from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.realized import predicted_error, relative_error
 from hilore_jax.training.batch import Batch
@@ -57,4 +58,9 @@ def risk_metrics(metrics: Mapping[str, Any], plan: Plan | None = None) -> dict[s
         return {}
     exposures, ghat = np.asarray(metrics["micro_exposure"]), metrics.get("grad_norm_ema")
     used = predicted_error(plan, exposures, None if ghat is None else float(ghat))
-    return {"risk_used": used, "risk_budget": plan.risk_budget}
+    # A calibrated plan's budget is one microbatch's, as its risks are.
+    parts = 1 if plan.exposure is None else np.size(metrics["micro_exposure"])
+    return {
+        "risk_used": used,
+        "risk_budget": total_risk([plan.risk_budget] * parts, paper=plan.paper),
+    }

@@ -84,7 +84,7 @@ def test_a_calibrated_plan_uses_each_blocks_own_risk(tmp_path):
         assert entry.risk == pytest.approx(expected)
     made.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == made and made.norm == 2.0
-    assert "calibrated, at exposure 0.4" in made.explain()
+    assert "calibrated" in made.explain() and "at exposure 0.4" in made.explain()
     assert made.pareto(points=3)[-1]["risk"] <= 0.002
 
 
@@ -127,9 +127,17 @@ def test_a_good_plan_is_accepted_and_says_by_how_much(tmp_path):
     errors = [relative(compute((GOOD,) * N, x), e) for x, e in zip(UPDATES, exact, strict=True)]
     assert made.accepted and made.acceptance is not None
     assert made.acceptance["errors"] == pytest.approx(errors, rel=1e-4) and min(errors) > 1e-4
-    # Risk 0.01 sqrt(3) at exposure 0.4, in microbatches of 0.25 and 0.5.
+    # Risk 0.01 sqrt(3) at exposure 0.4, in microbatches of 0.25 and 0.5, and at the norm 2 of the
+    # calibration, relative to the updates' own gradients.
     predicted = 0.01 * 3**0.5 * math.hypot(0.25, 0.5) / 0.4
-    assert made.acceptance["predicted"] == pytest.approx(predicted)
+    own = [
+        predicted * 2.0 / float(jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(e))))
+        for e in exact
+    ]
+    assert made.acceptance["predicted"] == pytest.approx(sum(own) / len(own), rel=1e-5)
+    unknown = accept(dataclasses.replace(under(GOOD), norm=None), gradients, UPDATES)
+    assert unknown.acceptance is not None
+    assert unknown.acceptance["predicted"] == pytest.approx(predicted)
     made.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again.accepted and "accepted: peak" in again.explain()

@@ -294,6 +294,7 @@ def test_a_damaged_ladder_says_which_field(tmp_path):
         path.write_text(json.dumps(damaged := changed(fields, place, wrong)))
         found, error = outcome(lambda: hl.Ladder.load(path))
         if not error:
+            assert found is not None
             found.save(path)
             assert json.loads(path.read_text()) == damaged, place
     for change, message in (
@@ -331,6 +332,7 @@ def test_a_damaged_calibration_says_which_field(tmp_path):
         path.write_text(json.dumps(damaged := changed(fields, place, wrong)))
         found, error = outcome(lambda: hl.Calibration.load(path))
         if not error:
+            assert found is not None
             found.save(path)
             again = json.loads(path.read_text())
             assert {**again, "policies": damaged["policies"]} == damaged, place
