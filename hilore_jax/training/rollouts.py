@@ -52,7 +52,7 @@ def real_updates(
         parts: model, tokenizer and task.
         updates: how many.
         first: position in the task's stream to begin at, for updates that others did not see.
-        progress: as of `planning.bar.Bar`, over prompts.
+        progress: as of `planning.bar.Bar`, over prompts whose rewards differ.
 
     Raises:
         ValueError: too few prompts have rewards that differ; says how many did.
@@ -60,7 +60,7 @@ def real_updates(
     wanted = updates * config.prompts
     found: list[Experience] = []
     tried = 0
-    with Bar(progress, wanted, "prompt", every=LINES) as bar:
+    with Bar(progress, wanted, "prompt with a gradient", every=LINES) as bar:
         while len(found) < wanted and tried < _TRIES * wanted:
             indices = range(first + tried, first + tried + config.prompts)
             new = _teaching(_sample(config, parts, indices), config.group)

@@ -31,6 +31,7 @@ OURS = (
     "made for another situation",
     "another model shape",
     "another calibration",
+    "on other microbatches",
 )
 
 
