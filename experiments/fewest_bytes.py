@@ -23,8 +23,8 @@ import hilore_jax as hl
 from hilore_jax.planning.allocate import Allocation, allocate
 from hilore_jax.planning.calibrated import calibrated_menu
 from hilore_jax.planning.memory_cache import write_whole
-from hilore_jax.planning.menu import block_menu
-from hilore_jax.planning.menus import block_menus
+from hilore_jax.planning.menu import Entry, block_menu
+from hilore_jax.planning.menus import BlockRisks, block_menus
 from hilore_jax.planning.plan import runs
 from hilore_jax.planning.realized import relative_error
 from hilore_jax.planning.risks import default_risk, recommended_codecs
@@ -35,6 +35,8 @@ from hilore_jax.training.calibrate_command import RolloutConfig
 from hilore_jax.training.parts import Parts, load_parts
 from hilore_jax.training.rollouts import real_updates
 from hilore_jax.training.trainer import versions
+
+Menu = tuple[tuple[Entry, ...], BlockRisks]
 
 OUT = Path(__file__).parent / "results" / "fewest_bytes.json"
 
@@ -55,10 +57,8 @@ class Config(RolloutConfig):
     """JSON file."""
 
 
-def fewest_bytes(
-    blocks: hl.Blocks, made: hl.Calibration, exposure: float, risk: float
-) -> Allocation:
-    """The allocation of least bytes among the entries that recompute no matmul."""
+def calibrated(blocks: hl.Blocks, made: hl.Calibration, exposure: float) -> Menu:
+    """The block's menu, and the risk of each entry in each block, at an exposure."""
     target = parse_target("cpu")
     menu = block_menu(
         blocks.fn,
@@ -68,13 +68,17 @@ def fewest_bytes(
         target=target,
         argnums=blocks.argnums,
     )
-    menu, risks = calibrated_menu(menu, blocks, target, made, exposure)
+    return calibrated_menu(menu, blocks, target, made, exposure)
+
+
+def fewest_bytes(found: Menu, risk: float, paper: bool = False) -> Allocation:
+    """The allocation of least bytes among the entries that recompute no matmul."""
+    menu, risks = found
     free = [i for i, entry in enumerate(menu) if not entry.matmuls]
     # What is minimized is called seconds there.
     sized = tuple(dataclasses.replace(menu[i], seconds=float(menu[i].nbytes)) for i in free)
     chosen = tuple(tuple(row[i] for i in free) for row in risks)
-    menus = block_menus(sized, chosen, blocks.count)
-    return allocate(menus, 2**50, risk, paper=made.form == "paper")
+    return allocate(block_menus(sized, chosen, len(risks)), 2**50, risk, paper=paper)
 
 
 def main(config: Config, parts: Parts | None = None) -> None:
@@ -93,9 +97,9 @@ def main(config: Config, parts: Parts | None = None) -> None:
     gradients = update_gradients(data, training)
     truth = [gradients((hl.Policy({}),) * blocks.count, update)[0] for update in data.updates]
 
-    rows = []
+    menu, rows = calibrated(blocks, made, exposure), []
     for risk in config.risks:
-        found = fewest_bytes(blocks, made, exposure, risk)
+        found = fewest_bytes(menu, risk, made.form == "paper")
         errors = [
             relative_error(gradients(found.policies, update)[0], exact)
             for update, exact in zip(data.updates, truth, strict=True)

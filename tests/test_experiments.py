@@ -202,8 +202,9 @@ def test_fewest_bytes_takes_what_recomputes_no_matmul(script, tmp_path):
     made = dataclasses.replace(made, measured=(*made.measured, *fits))
     settings = risk_model.Settings(**risk_model.QUICK).training()
     blocks = training_update(risk_model.small_parts().model.config, settings).blocks()
-    fewest = script("fewest_bytes").fewest_bytes
-    exact, within, all_of_it = (fewest(blocks, made, 0.5, risk) for risk in (0.0, 1.1e-3, 1.0))
+    module = script("fewest_bytes")
+    menu = module.calibrated(blocks, made, 0.5)
+    exact, within, all_of_it = (module.fewest_bytes(menu, risk) for risk in (0.0, 1.1e-3, 1.0))
     assert exact.risk == 0 and all_of_it.policies == (policy,) * 2
     assert exact.nbytes > within.nbytes > all_of_it.nbytes and 0 < within.risk <= 1.1e-3
     for found in {*exact.policies, *within.policies}:

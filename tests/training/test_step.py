@@ -118,7 +118,8 @@ def test_update_equals_the_plain_reference(request, batch, quick, name):
     new, metrics = one.update(state, data)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-    assert_close(new.opt_state, opt_state, 1e-4)
+    # Rounding of two programs in float32, in gradients that nearly cancel: it differs by machine.
+    assert_close(new.opt_state, opt_state, 5e-4)
     expected = optax.apply_updates(state.params, step)
     moves = jax.tree.map(jnp.subtract, new.params, state.params)
     assert_close(moves, jax.tree.map(jnp.subtract, expected, state.params), 1e-3)
