@@ -312,6 +312,7 @@ def test_a_thousand_jumps_trace_each_bucket_once_and_keep_every_budget(start, ba
                 np.float32
             ),
         )
+        assert state.ghat is not None
         ghat = float(state.ghat)
         lowest, highest = min(lowest, ghat), max(highest, ghat)
         state, metrics = laddered.update(state, made)
