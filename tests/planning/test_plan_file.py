@@ -369,16 +369,16 @@ def test_the_shipped_calibration_is_read():
 
 def test_damaged_measurements_of_a_calibration_are_named(tmp_path):
     path = tmp_path / "part.json"
-    record = Record(path, "this")
+    record = Record(path, "this", "data")
     record.norms["0"] = 1.0
     record.add(Row(0, (), 0.5, 0.0, 1.0, ()))
     record.add(Row(0, ((1, 2),), 0.5, math.inf, 1.0, ((0.1, math.nan),)))
-    again = Record(path, "this")
+    again = Record(path, "this", "data")
     assert repr(again.rows) == repr(record.rows) and again.norms == record.norms
     fields = json.loads(path.read_text())
     for place, wrong in itertools.product(places(fields), WRONG.values()):
         path.write_text(json.dumps(changed(fields, place, wrong)))
-        outcome(lambda: Record(path, "this"))
+        outcome(lambda: Record(path, "this", "data"))
     path.write_text(json.dumps(fields)[:-9])
-    with pytest.raises(ValueError, match=r"is not a measurements file: .*cut off.* Remove it"):
-        Record(path, "this")
+    with pytest.raises(ValueError, match=r"is not a measurements file: .*cut off.* remove it"):
+        Record(path, "this", "data")
