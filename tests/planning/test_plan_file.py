@@ -31,6 +31,7 @@ OURS = (
     "made for another situation",
     "another model shape",
     "another calibration",
+    "on other microbatches",
 )
 
 
@@ -272,13 +273,15 @@ def test_each_kind_of_file_is_told_from_the_others(tmp_path):
     for kind, made in (kinds | {"calibration": calibration()}).items():
         made.save(path)
         for other in {"Plan", "Ladder", "Calibration"} - {kind.capitalize()}:
-            with pytest.raises(ValueError, match=f"is not a {other.lower()} file: it has none of"):
+            with pytest.raises(
+                ValueError, match=f"is not a {other.lower()} file: it holds a {kind}"
+            ):
                 getattr(hl, other).load(path)
 
 
 def test_older_files_lack_what_came_later():
     fields = as_json(real())
-    for schema, lost in ((3, {"share"}), (2, {"share", "measured"})):
+    for schema, lost in ((3, {"share", "norm"}), (2, {"share", "norm", "measured"})):
         older = {k: v for k, v in fields.items() if k not in lost} | {"schema": schema}
         assert read(older) == dataclasses.replace(real(), share=None)
     with pytest.raises(ValueError, match="the field measured is missing"):
