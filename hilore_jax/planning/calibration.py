@@ -193,7 +193,9 @@ class Calibration:
             ValueError: not a calibration, of another schema, damaged (names the field, what was
                 found and what was expected), or of another model's shape.
         """
-        _, file = read_json(path, "calibration", (SCHEMA,), "calibrate again")
+        _, file = read_json(
+            path, "calibration", (SCHEMA,), "calibrate again", ("exposures", "norm")
+        )
         names = [f.name for f in dataclasses.fields(cls)]
         later = ("form", "joint", "factors")
         parts = file.fields([*(n for n in names if n not in later), "policies"], later)

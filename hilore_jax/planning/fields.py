@@ -144,7 +144,9 @@ class Field:
             self.damaged(f"{error}".rstrip("."))
 
 
-def read_json(path: str | Path, kind: str, schemas: Sequence[int], again: str) -> tuple[int, Field]:
+def read_json(
+    path: str | Path, kind: str, schemas: Sequence[int], again: str, marks: Sequence[str]
+) -> tuple[int, Field]:
     """A JSON file of a known schema.
 
     Args:
@@ -152,6 +154,7 @@ def read_json(path: str | Path, kind: str, schemas: Sequence[int], again: str) -
         kind: what it should hold, such as "plan".
         schemas: those that this library reads, ascending.
         again: what makes such a file anew, such as "plan again".
+        marks: fields that tell such a file from others that have a schema.
 
     Returns:
         The schema, and the file's object without it.
@@ -160,7 +163,8 @@ def read_json(path: str | Path, kind: str, schemas: Sequence[int], again: str) -
         OSError: it cannot be read.
         ValueError: no JSON, no object with a schema, or another schema; says which, and the remedy.
     """
-    return checked_schema(parsed(path, kind, again[0].upper() + again[1:] + "."), schemas, again)
+    file = parsed(path, kind, again[0].upper() + again[1:] + ".")
+    return checked_schema(file, schemas, again, marks)
 
 
 def parsed(path: str | Path, kind: str, remedy: str) -> Field:
@@ -168,19 +172,21 @@ def parsed(path: str | Path, kind: str, remedy: str) -> Field:
     return Field(read(path, kind), path, kind, remedy)
 
 
-def checked_schema(field: Field, schemas: Sequence[int], again: str) -> tuple[int, Field]:
+def checked_schema(
+    field: Field, schemas: Sequence[int], again: str, marks: Sequence[str]
+) -> tuple[int, Field]:
     """An object's schema, which must be a known one, and the rest; see `read_json`."""
     value, path, kind = field.value, field.file, field.kind
     inside = f" in {field.where}" if field.where else ""
+    fault = None
     if not isinstance(value, dict):
-        raise ValueError(
-            f"{path} is not a {kind} file: expected an object{inside}, found {_shown(value)}. "
-            f"{field.remedy}"
-        )
-    if "schema" not in value:
-        raise ValueError(
-            f"{path} is not a {kind} file: the field schema is missing{inside}. {field.remedy}"
-        )
+        fault = f"expected an object{inside}, found {_shown(value)}"
+    elif not any(mark in value for mark in marks):
+        fault = f"it has none of the fields {', '.join(marks)}{inside}"
+    elif "schema" not in value:
+        fault = f"the field schema is missing{inside}"
+    if fault:
+        raise ValueError(f"{path} is not a {kind} file: {fault}. {field.remedy}")
     schema = value["schema"]
     if type(schema) is not int or schema not in schemas:
         newer = type(schema) is int and schema > schemas[-1]

@@ -141,12 +141,12 @@ class Ladder:
             ValueError: not a ladder, of another schema, damaged (names the field, what was found
                 and what was expected), or made for another situation.
         """
-        _, file = read_json(path, "ladder", (SCHEMA,), plan_file.AGAIN)
+        _, file = read_json(path, "ladder", (SCHEMA,), plan_file.AGAIN, ("edges", "plans"))
         parts = file.fields(("edges", "plans", "risk", "share"))
         edges = tuple(edge.number_or_infinity() for edge in parts["edges"].items(1))
-        plans = []
+        plans, how = [], (plan_file.SCHEMAS, plan_file.AGAIN, plan_file.MARKS)
         for part in parts["plans"].items(1):
-            of_schema = checked_schema(part, plan_file.SCHEMAS, plan_file.AGAIN)
+            of_schema = checked_schema(part, *how)
             plans.append(plan_file.read_plan(*of_schema, found))
         numbers = {name: parts[name].number() for name in ("risk", "share")}
         return file.made(cls, edges=edges, plans=tuple(plans), **numbers)

@@ -16,7 +16,7 @@ from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.menus import BlockRisks
 from hilore_jax.planning.plan import Plan, Trial, runs
 
-AGAIN = "plan again"
+AGAIN, MARKS = "plan again", ("menu", "trials")
 SCHEMAS = (1, 2, 3, 4)
 _LATER: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(("block_risks", "exposure", "accepted", "acceptance"), (2, None)),
@@ -63,7 +63,7 @@ def _acceptance_fields(found: dict[str, Any]) -> dict[str, Any]:
 
 def load_plan(path: str | Path, found: Mapping[str, str] | None = None) -> Plan:
     """A plan from its file; see `Plan.load`."""
-    return read_plan(*read_json(path, "plan", SCHEMAS, AGAIN), found)
+    return read_plan(*read_json(path, "plan", SCHEMAS, AGAIN, MARKS), found)
 
 
 def read_plan(schema: int, file: Field, situation: Mapping[str, str] | None = None) -> Plan:

@@ -87,7 +87,9 @@ def as_json(plan):
 
 def read(fields):
     file = Field(fields, "plan.json", "plan", "Plan again.")
-    return plan_file.read_plan(*checked_schema(file, plan_file.SCHEMAS, plan_file.AGAIN))
+    return plan_file.read_plan(
+        *checked_schema(file, plan_file.SCHEMAS, plan_file.AGAIN, plan_file.MARKS)
+    )
 
 
 def places(value, path=()):
@@ -266,6 +268,15 @@ def test_bytes_that_are_no_text_and_files_that_are_not_there(tmp_path):
         hl.Plan.load(tmp_path / "other.json")
 
 
+def test_each_kind_of_file_is_told_from_the_others(tmp_path):
+    path, kinds = tmp_path / "file.json", {"plan": real(), "ladder": ladder()}
+    for kind, made in (kinds | {"calibration": calibration()}).items():
+        made.save(path)
+        for other in {"Plan", "Ladder", "Calibration"} - {kind.capitalize()}:
+            with pytest.raises(ValueError, match=f"is not a {other.lower()} file: it has none of"):
+                getattr(hl, other).load(path)
+
+
 def test_older_files_lack_what_came_later():
     fields = as_json(real())
     for schema, lost in ((3, {"share"}), (2, {"share", "measured"})):
@@ -293,14 +304,15 @@ def test_a_damaged_ladder_says_which_field(tmp_path):
         if len(place) > 2:
             continue  # a plan's own
         path.write_text(json.dumps(damaged := changed(fields, place, wrong)))
-        found, error = outcome(lambda: hl.Ladder.load(path))
-        if not error:
+        found, _ = outcome(lambda: hl.Ladder.load(path))
+        if found is not None:
             found.save(path)
             assert json.loads(path.read_text()) == damaged, place
     for change, message in (
         ({"plans": []}, r"damaged ladder file: plans is \[\], expected a list of 1 or more. Plan"),
         ({"edges": []}, r"edges is \[\], expected a list of 1 or more"),
-        ({"plans": [fields["plans"][0], {}]}, r"the field schema is missing in plans\[1\]"),
+        ({"plans": [fields["plans"][0], {"menu": []}]}, r"field schema is missing in plans\[1\]"),
+        ({"plans": [{}]}, r"it has none of the fields menu, trials in plans\[0\]"),
         ({"share": "half"}, 'share is "half", expected a finite number'),
         ({"extra": 1}, "the field extra is unknown"),
     ):
@@ -330,8 +342,8 @@ def test_a_damaged_calibration_says_which_field(tmp_path):
     assert hl.Calibration.load(path) == calibration()
     for place, wrong in itertools.product(places(fields), WRONG.values()):
         path.write_text(json.dumps(damaged := changed(fields, place, wrong)))
-        found, error = outcome(lambda: hl.Calibration.load(path))
-        if not error:
+        found, _ = outcome(lambda: hl.Calibration.load(path))
+        if found is not None:
             found.save(path)
             again = json.loads(path.read_text())
             assert {**again, "policies": damaged["policies"]} == damaged, place
