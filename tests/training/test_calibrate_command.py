@@ -11,10 +11,12 @@ import optax
 import pytest
 
 import hilore_jax as hl
+from hilore_jax import cli
 from hilore_jax.models.config import LoraConfig
+from hilore_jax.models.shapes import to_hf
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.plan import Plan
-from hilore_jax.training import accept_command, calibrate_command
+from hilore_jax.training import accept_command, calibrate_command, trainer
 from hilore_jax.training.abstract import training_update
 from hilore_jax.training.accept_command import AcceptOptions, run_accept
 from hilore_jax.training.calibrate_command import CalibrateConfig, run_calibrate
@@ -35,6 +37,12 @@ SIZES: Any = {
 UP = "mlp_up=int8:axis=-1:tile=32"
 
 
+class Stopped:
+    """What the command reads of a run."""
+
+    stopped_by = None
+
+
 @pytest.fixture
 def graded(parts):
     """Parts whose rewards differ within a group: by what was sampled."""
@@ -43,34 +51,47 @@ def graded(parts):
     return dataclasses.replace(made, task=dataclasses.replace(made.task, score=score))
 
 
-def test_the_commands_in_order(graded, tmp_path, capsys):
+def test_the_commands_in_order(graded, tmp_path, capsys, monkeypatch):
+    """As in the README: after the first, each takes from its file what the run is."""
     out, where = tmp_path / "calibration.json", tmp_path / "plan.json"
-    config = CalibrateConfig(
-        **SIZES, microbatches=2, passes=20, policies=0, also=(UP,), out=str(out)
-    )
-    made = run_calibrate(config, graded)
-    assert made.compilations <= 3 and {m.block for m in made.measured} == {0, 1}
-    assert made.fingerprint["sequences of a microbatch"] == "2"
-    assert hl.Calibration.load(out) == made and "calibration of 2 blocks" in capsys.readouterr().out
+    shape = graded.model.config
+    (tmp_path / "config.json").write_text(json.dumps(to_hf(shape)))
+    for module in (calibrate_command, accept_command):
+        monkeypatch.setattr(module, "load_parts", lambda *args: graded)
+    codecs = (hl.Compress("int8", tile=32),)  # one, for a small menu
+    monkeypatch.setattr("hilore_jax.planning.solve.recommended_codecs", lambda: codecs)
 
-    update = training_update(graded.model.config, config.training())
-    plan = hl.plan(
-        update,
-        update.arguments,
-        blocks=update.blocks(),
-        budget=hl.Budget("9x gc", 0.9),
-        target="cpu",
-        codecs=[hl.Compress("int8", tile=32)],
-        calibration=made,
-    )
-    plan.save(where)
-    options = AcceptOptions(**SIZES, plan=str(where), updates=1, limit=0.9)
-    accepted = run_accept(options, graded)
-    assert accepted.accepted and Plan.load(where).accepted
+    sizes = [text for name, n in SIZES.items() for text in (f"--{name.replace('_', '-')}", str(n))]
+    measured = ["--microbatches", "2", "--passes", "20", "--policies", "0", "--also", UP]
+    model = ["--model", str(tmp_path)]
+    assert cli.main(["calibrate", *model, *sizes, *measured, "--out", str(out)]) == 0
+    made = hl.Calibration.load(out)
+    assert made.compilations <= 3 and {m.block for m in made.measured} == {0, 1}
     said = capsys.readouterr()
-    assert "accepted: peak" in said.out
+    assert "calibration of 2 blocks" in said.out and "sampling 2 microbatches" in said.err
+
+    budgets = ["--target", "cpu", "--memory", "9x-gc", "--risk", "0.9"]
+    assert cli.main(["plan", "--calibration", str(out), *budgets, "--out", str(where)]) == 0
+    said = capsys.readouterr().err
+    assert f"taken from {out}: --model {tmp_path}" in said and "--batch 2x16" in said
+    assert re.search(r"compilation 1: 2 x gc: \d+\.\d s, peak 0\.\d{3} GiB", said)
+    assert Plan.load(where).block_risks is not None
+
+    assert cli.main(["accept", str(where), "--group", "4", "--updates", "1", "--limit", "0.9"]) == 0
+    accepted = Plan.load(where)
+    assert accepted.accepted
+    said = capsys.readouterr()
+    assert "accepted: peak" in said.out and "--prompts 1" in said.err
     assert re.search(r"step 1: exact gradient of an update: \d+\.\d s", said.err)
     assert "gradient of an update under the plan: " in said.err
+
+    trained = []
+    monkeypatch.setattr(trainer, "train", lambda c: (trained.append(c), Stopped)[1])
+    run = ["--group", "4", "--run-dir", str(tmp_path / "run")]
+    assert cli.main(["train", "--plan", str(where), *run]) == 0
+    check_model(trained[0], shape)
+    with pytest.raises(ValueError, match=r"tokens of a sequence: the plan has 16, this run has 24"):
+        check_model(dataclasses.replace(trained[0], prompt_length=20), shape)
     training = TrainConfig(plan=str(where))
     assert run_policies(training, graded.model.config) == accepted.policies
 
