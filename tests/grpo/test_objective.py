@@ -121,7 +121,8 @@ def test_omega_is_the_gradient(seed):
     rho = np.exp(logp - old)
     clipped = mask & np.where(advantages[:, None] >= 0, rho > 1.2, rho < 0.8)
     assert clipped.any() and (mask & ~clipped).any() and (~mask).any()
-    np.testing.assert_allclose(loss, numpy_loss(logp, *rest, beta=0.3), rtol=2e-6)
+    # The loss is a sum whose terms, of up to 0.1, cancel: float32 rounds each of them.
+    np.testing.assert_allclose(loss, numpy_loss(logp, *rest, beta=0.3), rtol=2e-6, atol=1e-7)
     value, own = jax.value_and_grad(lambda x: 3 * loss_of(x, *rest, beta=0.3))(logp)
     np.testing.assert_allclose(value, 3 * loss, rtol=1e-6)
     np.testing.assert_allclose(own, 3 * omega, rtol=1e-6)

@@ -244,7 +244,7 @@ def test_a_measured_ladder_is_measured_once(monkeypatch):
         exact = dataclasses.replace(made().plans[-1], measured=MEASURED, cost="measured")
         return exact if len(asked) > 1 else first
 
-    monkeypatch.setattr("hilore_jax.planning.ladder.plan", fake)
+    monkeypatch.setattr("hilore_jax.planning.rungs.plan", fake)
     plan_ladder(
         update,
         arguments,

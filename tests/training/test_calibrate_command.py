@@ -95,7 +95,9 @@ def test_the_commands_in_order(graded, tmp_path, capsys, monkeypatch):
     training = TrainConfig(plan=str(where))
     assert run_policies(training, graded.model.config) == accepted.policies
 
-    rejected = dataclasses.replace(accepted, accepted=False, acceptance={"reason": "it is bad"})
+    assert accepted.acceptance is not None
+    bad = {**accepted.acceptance, "accepted": False, "reason": "it is bad"}
+    rejected = dataclasses.replace(accepted, accepted=False, acceptance=bad)
     rejected.save(where)
     with pytest.raises(ValueError, match=r"was rejected: it is bad.*--allow-rejected"):
         run_policies(training, graded.model.config)
@@ -148,7 +150,9 @@ def no_work(monkeypatch):
 def test_calibrate_checks_before_sampling(graded, no_work, changes, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("policy.json").write_text(hl.Policy({}).to_json())
-    Path("other.partial.json").write_text('{"identity": "x", "norms": {}, "rows": []}')
+    Path("other.partial.json").write_text(
+        '{"identity": "x", "content": "y", "norms": {}, "seconds": 1, "rows": []}'
+    )
     quick = {"microbatches": 2, "passes": 20, "policies": 0, "also": (UP,)}
     monkeypatch.setattr(calibrate_command, "load_parts", lambda config, also: loaded(config, also))
 

@@ -64,10 +64,12 @@ POLICY = hl.Policy({"mlp_gate": hl.Compress("int8"), "mlp_up": hl.Compress("int8
 
 
 def planned(where, risks=((0.0, 0.002), (0.0, 0.004)), **changes):
-    """A plan file of two blocks that compress, calibrated unless changed."""
+    """A plan file of blocks that compress, one for each row of risks, calibrated unless changed."""
     menu = Entry(hl.Policy({}), 0, 3e-3, 7, 700, 0.0), Entry(POLICY, 100, 1e-3, 5, 500, 0.0)
     fields = {"fingerprint": {"jax": jax.__version__, "blocks": "2"}, "exposure": 0.5}
-    bare_plan((POLICY,) * 2, menu, **{**fields, "block_risks": risks, **changes}).save(where)
+    bare_plan((POLICY,) * len(risks), menu, **{**fields, "block_risks": risks, **changes}).save(
+        where
+    )
     return dataclasses.replace(CONFIG, policy="gc", plan=str(where), gate=True)
 
 
@@ -149,6 +151,7 @@ def test_a_plan_for_another_model_or_batch_is_refused_before_anything_is_loaded(
     # Kernels and layouts of another platform cannot be compared with those here.
     other = planned(tmp_path / "other.json", fingerprint=made_for, target="cuda:h200")
     check_model(dataclasses.replace(other, **small, prompts=2 * other.prompts), shape)
-    three = planned(tmp_path / "three.json", fingerprint={"blocks": "3"}, target="cuda:h200")
+    for_three = {"fingerprint": {"jax": jax.__version__, "blocks": "3"}, "target": "cuda:h200"}
+    three = planned(tmp_path / "three.json", risks=((0.0, 0.002),) * 3, **for_three)
     with pytest.raises(ValueError, match="blocks: the plan has 3, this run has 2"):
         check_model(dataclasses.replace(three, **small), shape)

@@ -448,6 +448,6 @@ def test_a_ladder_of_another_model_is_refused_before_sampling(config, parts, tmp
     wrong = dataclasses.replace(
         config, policy="gc", ladder=ladder_file(tmp_path / "ladder.json", blocks=3)
     )
-    with pytest.raises(ValueError, match="is for 3 blocks, the model has 2"):
+    with pytest.raises(ValueError, match="blocks: the ladder has 3, this run has 2"):
         train(wrong, parts())
     assert not Path(wrong.run_dir).exists()
