@@ -16,9 +16,11 @@ import hilore_jax as hl
 from hilore_jax.models.decoder import segment
 from hilore_jax.training.gradients import make_gradients
 from hilore_jax.training.step import (
+    TrainState,
     init_state,
     jit_update,
     make_actor_update,
+    make_apply,
     make_score,
     raise_if_nonfinite,
 )
@@ -259,6 +261,18 @@ def test_non_finite_gradient_is_told_apart(learner, batch):
     assert (int(metrics["nonfinite"]), int(metrics["nonfinite_index"])) == (1, -1)
     with pytest.raises(FloatingPointError, match="loss or a gradient"):
         raise_if_nonfinite(metrics, data)
+
+
+@pytest.mark.parametrize(("nonfinite", "tokens", "after"), [(0, 5, 1.5), (1, 5, 2.0), (0, 0, 2.0)])
+def test_only_an_update_that_counts_moves_the_gradients_norm(nonfinite, tokens, after):
+    params = nnx.State({"w": jnp.ones(2)})
+    frozen, opt_state = nnx.State({}), optax.sgd(0.1).init(params)
+    ghat = jnp.float32(2.0)
+    state = TrainState(params, frozen, opt_state, jnp.int32(0), jax.random.key(0), ghat)
+    metrics = {"nonfinite": nonfinite, "n_tokens": tokens, "grad_norm": 1.0}
+    metrics = {name: jnp.asarray(value) for name, value in metrics.items()}
+    new = make_apply(optax.sgd(0.1), norm_weight=0.5)(state, params, metrics)
+    assert new.ghat == after
 
 
 def test_bfloat16_parameters_keep_their_dtype_and_float32_moments(tiny, batch):
