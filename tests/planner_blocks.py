@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hilore_jax as hl
 from blocks import mlp, params
-from hilore_jax.planning.backward import block_program
+from hilore_jax.planning.backward import BlockProgram, block_program
 
 INT8 = hl.Compress("int8", tile=None)
 INT4 = hl.Compress("int4", tile=None)
@@ -162,11 +162,23 @@ def all_policies(graph, codecs, names=None):
         yield hl.Policy(dict(zip(choices, actions, strict=True)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Remembering(BlockProgram):
+    """A block's program that traces backward under a policy once."""
+
+    seen: dict = dataclasses.field(default_factory=dict, compare=False)
+
+    def figures(self, policy):
+        if policy not in self.seen:
+            self.seen[policy] = super().figures(policy)
+        return self.seen[policy]
+
+
 @functools.cache
 def evaluated(case):
     """The program of a case's block, and every policy with the figures of its real backward."""
     block, args, argnums, codecs = CASES[case]
-    program = block_program(block, *args, argnums=argnums)
+    program = Remembering(**vars(block_program(block, *args, argnums=argnums)))
     return program, [(p, program.figures(p)) for p in all_policies(program.graph, codecs)]
 
 

@@ -47,6 +47,19 @@ def menu_of(case, **kwargs):
     )
 
 
+@pytest.fixture(autouse=True)
+def backward_is_traced_once(monkeypatch):
+    """Menus of the shared cases take the figures that brute force has traced."""
+
+    def program(block_fn, *args, argnums=None):
+        for case, found in CASES.items():
+            if found[:3] == (block_fn, args, argnums):
+                return evaluated(case)[0]
+        return block_program(block_fn, *args, argnums=argnums)
+
+    monkeypatch.setattr(menus, "block_program", program)
+
+
 def figures_of(menu):
     return [(e.nbytes, e.seconds, e.risk) for e in menu]
 
