@@ -273,7 +273,7 @@ def test_each_kind_of_file_is_told_from_the_others(tmp_path):
     for kind, made in (kinds | {"calibration": calibration()}).items():
         made.save(path)
         for other in {"Plan", "Ladder", "Calibration"} - {kind.capitalize()}:
-            with pytest.raises(ValueError, match=f"is not a {other.lower()} file: it has none of"):
+            with pytest.raises(ValueError, match=f"is not a {other.lower()} file: it holds a {kind}"):
                 getattr(hl, other).load(path)
 
 

@@ -180,13 +180,15 @@ def test_seconds_of_a_measured_plan_are_used_again(folder, tmp_path):
     update = abstract_update(config)
     facts = {"jax": jax.__version__, **update.facts()}
     entry = Entry(hl.Policy({}), 0, 0.0, 0, 0, 0.0)
-    made = bare_plan((entry.policy,) * 3, [entry], measured=measured, fingerprint=facts)
+    made = bare_plan(
+        (entry.policy,) * 3, [entry], cost="measured", measured=measured, fingerprint=facts
+    )
     made.save(config.cost)
     assert plan_command.planning_cost(config, update) == measured
     other = dataclasses.replace(update, rows=4)
     with pytest.raises(ValueError, match=r"plan has 2, this run has 4\. Give --batch 2x64"):
         plan_command.planning_cost(config, other)
-    dataclasses.replace(made, measured=None).save(config.cost)
+    dataclasses.replace(made, cost="modelled", measured=None).save(config.cost)
     with pytest.raises(ValueError, match="the seconds of that plan are modelled"):
         plan_command.planning_cost(config)
 
