@@ -16,6 +16,7 @@ from hilore_jax.planning.budget import Budget
 from hilore_jax.planning.calibration import Calibration
 from hilore_jax.planning.fingerprint import describe
 from hilore_jax.planning.plan import Blocks
+from hilore_jax.planning.risks import default_risk
 from hilore_jax.planning.target import Target
 
 PLAN_OPTIONS = ("codecs", "cost", "donate", "offload", "progress", "risks")
@@ -33,7 +34,7 @@ def check_request(
     budget: Any,
     target: Any,
     codecs: Any = None,
-    risks: Any = None,
+    risks: Any = default_risk,
     offload: Any = False,
     calibration: Any = None,
     exposure: Any = None,
@@ -49,7 +50,7 @@ def check_request(
         budget: `Budget`.
         target: a name, a path or a `Target`.
         codecs: a sequence of `Compress`, or None.
-        risks: a function, or None for the default.
+        risks: a function.
         offload: a bool.
         calibration: a `Calibration`, or None.
         exposure: a number, or None.
@@ -69,8 +70,7 @@ def check_request(
         expect.refuse(f"{caller}(target=...)", target, 'a name such as "cuda:h200", or a Target')
     if codecs is not None:
         check_codecs(caller, codecs)
-    if risks is not None:
-        expect.function(f"{caller}(risks=...)", risks, "of a name and an hl.Compress to its risk")
+    expect.function(f"{caller}(risks=...)", risks, "of a name and an hl.Compress to its risk")
     if not isinstance(offload, bool):
         expect.refuse(f"{caller}(offload=...)", offload, "True or False")
     check_progress(caller, progress)

@@ -85,6 +85,7 @@ PLAN = {
         0.01,
         r"risks=0.01\): found a float, expected a function of a n",
     ),
+    "risks is nothing": ("risks", None, r"risks=None\): found None, expected a function of a name"),
     "risks is a table": ("risks", {"up": 0.1}, r"risks=.*found a dict, expected a function of a n"),
     "offload is text": ("offload", "yes", r"offload='yes'\): found a str, expected True or False"),
     "calibration is a path": ("calibration", "c.json", r"calibration='c.json'.*Calibration.load"),
