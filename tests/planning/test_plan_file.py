@@ -281,7 +281,7 @@ def test_each_kind_of_file_is_told_from_the_others(tmp_path):
 
 def test_older_files_lack_what_came_later():
     fields = as_json(real())
-    for schema, lost in ((3, {"share", "norm"}), (2, {"share", "norm", "measured"})):
+    for schema, lost in ((3, {"share"}), (2, {"share", "measured"})):
         older = {k: v for k, v in fields.items() if k not in lost} | {"schema": schema}
         assert read(older) == dataclasses.replace(real(), share=None)
     with pytest.raises(ValueError, match="the field measured is missing"):

@@ -35,6 +35,7 @@ SIZES: Any = {
     "completion_length": 4,
 }
 UP = "mlp_up=int8:axis=-1:tile=32"
+OTHERS = {"identity": "x", "content": "y", "norms": {}, "seconds": 1.0, "rows": []}
 
 
 class Stopped:
@@ -95,9 +96,8 @@ def test_the_commands_in_order(graded, tmp_path, capsys, monkeypatch):
     training = TrainConfig(plan=str(where))
     assert run_policies(training, graded.model.config) == accepted.policies
 
-    assert accepted.acceptance is not None
-    bad = {**accepted.acceptance, "accepted": False, "reason": "it is bad"}
-    rejected = dataclasses.replace(accepted, accepted=False, acceptance=bad)
+    found = {**(accepted.acceptance or {}), "accepted": False, "reason": "it is bad"}
+    rejected = dataclasses.replace(accepted, accepted=False, acceptance=found)
     rejected.save(where)
     with pytest.raises(ValueError, match=r"was rejected: it is bad.*--allow-rejected"):
         run_policies(training, graded.model.config)
@@ -150,9 +150,7 @@ def no_work(monkeypatch):
 def test_calibrate_checks_before_sampling(graded, no_work, changes, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("policy.json").write_text(hl.Policy({}).to_json())
-    Path("other.partial.json").write_text(
-        '{"identity": "x", "content": "y", "norms": {}, "seconds": 1, "rows": []}'
-    )
+    Path("other.partial.json").write_text(json.dumps(OTHERS))
     quick = {"microbatches": 2, "passes": 20, "policies": 0, "also": (UP,)}
     monkeypatch.setattr(calibrate_command, "load_parts", lambda config, also: loaded(config, also))
 
