@@ -103,7 +103,7 @@ def test_a_program_that_offloads_nothing_is_refused():
 @pytest.mark.slow
 def test_a_plan_for_a_tpu_that_is_not_here():
     # Large enough that activations leave the chip's own 128 MiB; two compilations, of 20 s each.
-    found = plan("tpu:v5e", "6x gc", 256, codecs=())
+    found = plan("tpu:v5e", "12x gc", 256, codecs=())
     assert found.target == "tpu:v5e" and found.gc.temporaries > 0
     assert 2 * found.gc.peak < found.memory.peak <= found.budget
     assert found.removed_flops == 1 and 2 <= len(found.trials) <= 3
