@@ -35,8 +35,8 @@ _USAGE = "usage: hilore COMMAND [options]\n\ncommands:\n" + "".join(
     for name, text in COMMANDS.items()
 )
 _HELP = _USAGE + "\n`hilore COMMAND --help` lists a command's options.\n"
-# Faults of the input: the message says all, a traceback would hide it.
 _STOPPED = 128 + signal.SIGINT
+# Faults of the input: the message says all, a traceback would hide it.
 _EXPECTED = (ValueError, ImportError, OSError, FloatingPointError)
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from hilore_jax import tracing
 from hilore_jax.actions import Compress, Policy
-from hilore_jax.planning.fields import Field, read_json
+from hilore_jax.planning.fields import Field, Format, read_json
 from hilore_jax.planning.fingerprint import describe, differences
 from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.plan import Blocks
 
-SCHEMA = 1
+FORMAT = Format("calibration", (1,), "calibrate again", ("exposures", "norm"))
 FORMS = ("squared", "paper")
 
 
@@ -175,7 +175,7 @@ class Calibration:
 
     def save(self, path: str | Path) -> None:
         """Writes the calibration as JSON; a reader never sees half of it."""
-        fields = {"schema": SCHEMA} | {
+        fields = {"schema": FORMAT.schemas[-1]} | {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self)
         }
         policies = self.policies
@@ -203,9 +203,7 @@ class Calibration:
             ValueError: not a calibration, of another schema, damaged (names the field, what was
                 found and what was expected), or of another model's shape.
         """
-        _, file = read_json(
-            path, "calibration", (SCHEMA,), "calibrate again", ("exposures", "norm")
-        )
+        _, file = read_json(path, FORMAT)
         names = [f.name for f in dataclasses.fields(cls)]
         later = ("form", "joint", "factors")
         parts = file.fields([*(n for n in names if n not in later), "policies"], later)

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from hilore_jax.actions import Policy
 from hilore_jax.planning.files import read
@@ -144,17 +144,28 @@ class Field:
             self.damaged(f"{error}".rstrip("."))
 
 
-def read_json(
-    path: str | Path, kind: str, schemas: Sequence[int], again: str, marks: Sequence[str]
-) -> tuple[int, Field]:
+class Format(NamedTuple):
+    """What is known of a kind of file before its fields are read.
+
+    Attributes:
+        kind: what it holds, such as "plan".
+        schemas: those that this library reads, ascending.
+        again: what makes such a file anew, such as "plan again".
+        marks: fields that tell such a file from others that have a schema.
+    """
+
+    kind: str
+    schemas: tuple[int, ...]
+    again: str
+    marks: tuple[str, ...]
+
+
+def read_json(path: str | Path, form: Format) -> tuple[int, Field]:
     """A JSON file of a known schema.
 
     Args:
         path: the file.
-        kind: what it should hold, such as "plan".
-        schemas: those that this library reads, ascending.
-        again: what makes such a file anew, such as "plan again".
-        marks: fields that tell such a file from others that have a schema.
+        form: what it should be.
 
     Returns:
         The schema, and the file's object without it.
@@ -163,8 +174,8 @@ def read_json(
         OSError: it cannot be read.
         ValueError: no JSON, no object with a schema, or another schema; says which, and the remedy.
     """
-    file = parsed(path, kind, again[0].upper() + again[1:] + ".")
-    return checked_schema(file, schemas, again, marks)
+    remedy = form.again[0].upper() + form.again[1:] + "."
+    return checked_schema(parsed(path, form.kind, remedy), form)
 
 
 def parsed(path: str | Path, kind: str, remedy: str) -> Field:
@@ -172,28 +183,26 @@ def parsed(path: str | Path, kind: str, remedy: str) -> Field:
     return Field(read(path, kind), path, kind, remedy)
 
 
-def checked_schema(
-    field: Field, schemas: Sequence[int], again: str, marks: Sequence[str]
-) -> tuple[int, Field]:
+def checked_schema(field: Field, form: Format) -> tuple[int, Field]:
     """An object's schema, which must be a known one, and the rest; see `read_json`."""
     value, path, kind = field.value, field.file, field.kind
     inside = f" in {field.where}" if field.where else ""
     fault = None
     if not isinstance(value, dict):
         fault = f"expected an object{inside}, found {_shown(value)}"
-    elif not any(mark in value for mark in marks):
-        fault = f"it has none of the fields {', '.join(marks)}{inside}"
+    elif not any(mark in value for mark in form.marks):
+        fault = f"it has none of the fields {', '.join(form.marks)}{inside}"
     elif "schema" not in value:
         fault = f"the field schema is missing{inside}"
     if fault:
         raise ValueError(f"{path} is not a {kind} file: {fault}. {field.remedy}")
     schema = value["schema"]
-    if type(schema) is not int or schema not in schemas:
-        newer = type(schema) is int and schema > schemas[-1]
+    if type(schema) is not int or schema not in form.schemas:
+        newer = type(schema) is int and schema > form.schemas[-1]
         raise ValueError(
             f"{path} has {kind} schema {_shown(schema)}{inside}, this hilore_jax reads "
-            f"{', '.join(map(str, schemas))}: "
-            + ("install a newer hilore_jax." if newer else f"{again}.")
+            f"{', '.join(map(str, form.schemas))}: "
+            + ("install a newer hilore_jax." if newer else f"{form.again}.")
         )
     rest = {name: part for name, part in value.items() if name != "schema"}
     return schema, dataclasses.replace(field, value=rest)

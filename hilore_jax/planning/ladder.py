@@ -12,7 +12,7 @@ from hilore_jax.actions import Compress, Policy
 from hilore_jax.planning import plan_file
 from hilore_jax.planning.buckets import Buckets, microbatch_risk, power_of_two_edges
 from hilore_jax.planning.budget import Budget
-from hilore_jax.planning.fields import checked_schema, read_json
+from hilore_jax.planning.fields import Format, checked_schema, read_json
 from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.plan import Blocks, Plan, runs
 from hilore_jax.planning.refined import refined_segments
@@ -21,7 +21,7 @@ from hilore_jax.planning.rungs import never_slower, planned, planner
 from hilore_jax.planning.solve import Update
 from hilore_jax.planning.target import Target
 
-SCHEMA = 1
+FORMAT = Format("ladder", (1,), "plan again", ("edges", "plans"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Ladder:
     def save(self, path: str | Path) -> None:
         """Writes the ladder as JSON; a reader never sees half of it."""
         fields = {
-            "schema": SCHEMA,
+            "schema": FORMAT.schemas[-1],
             "edges": [None if edge == math.inf else edge for edge in self.edges],
             "plans": [plan_file.plan_fields(made) for made in self.plans],
             "risk": self.risk,
@@ -166,15 +166,15 @@ class Ladder:
             ValueError: not a ladder, of another schema, damaged (names the field, what was found
                 and what was expected), or made for another situation.
         """
-        _, file = read_json(path, "ladder", (SCHEMA,), plan_file.AGAIN, ("edges", "plans"))
+        _, file = read_json(path, FORMAT)
         parts = file.fields(("edges", "plans", "risk", "share"))
         edges = tuple(edge.number_or_infinity() for edge in parts["edges"].items(1))
-        plans, how = [], (plan_file.SCHEMAS, plan_file.AGAIN, plan_file.MARKS)
-        for part in parts["plans"].items(1):
-            of_schema = checked_schema(part, *how)
-            plans.append(plan_file.read_plan(*of_schema, found))
+        plans = tuple(
+            plan_file.read_plan(*checked_schema(part, plan_file.FORMAT), found)
+            for part in parts["plans"].items(1)
+        )
         numbers = {name: parts[name].number() for name in ("risk", "share")}
-        return file.made(cls, edges=edges, plans=tuple(plans), **numbers)
+        return file.made(cls, edges=edges, plans=plans, **numbers)
 
 
 def plan_ladder(

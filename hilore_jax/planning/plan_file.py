@@ -9,15 +9,14 @@ from typing import Any
 
 import jax
 
-from hilore_jax.planning.fields import Field, read_json
+from hilore_jax.planning.fields import Field, Format, read_json
 from hilore_jax.planning.measured import Measured, Timing
 from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.menus import BlockRisks
 from hilore_jax.planning.plan import Plan, Trial, runs
 
-AGAIN, MARKS = "plan again", ("menu", "trials")
-SCHEMAS = (1, 2, 3, 4)
+FORMAT = Format("plan", (1, 2, 3, 4), "plan again", ("menu", "trials"))
 _LATER: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(("block_risks", "exposure", "accepted", "acceptance"), (2, None)),
     "paper": (2, False),
@@ -32,7 +31,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
     """A plan as JSON values."""
     return {
         **{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)},
-        "schema": SCHEMAS[-1],
+        "schema": FORMAT.schemas[-1],
         "policies": [[n, json.loads(p.to_json())] for p, n in runs(plan.policies)],
         "menu": [
             {
@@ -64,7 +63,7 @@ def _acceptance_fields(found: dict[str, Any]) -> dict[str, Any]:
 
 def load_plan(path: str | Path, found: Mapping[str, str] | None = None) -> Plan:
     """A plan from its file; see `Plan.load`."""
-    return read_plan(*read_json(path, "plan", SCHEMAS, AGAIN, MARKS), found)
+    return read_plan(*read_json(path, FORMAT), found)
 
 
 def read_plan(schema: int, file: Field, situation: Mapping[str, str] | None = None) -> Plan:

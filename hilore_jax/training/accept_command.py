@@ -20,7 +20,7 @@ from hilore_jax.planning.accept import LIMIT, accept
 from hilore_jax.planning.backward import block_program
 from hilore_jax.planning.bar import Bar
 from hilore_jax.planning.cost import Roofline
-from hilore_jax.planning.files import check_output, read
+from hilore_jax.planning.files import check_output
 from hilore_jax.planning.leave_out import Profiler
 from hilore_jax.planning.memory import compiled_memory
 from hilore_jax.planning.menu import Entry
@@ -32,6 +32,7 @@ from hilore_jax.training.batch import Batch
 from hilore_jax.training.calibrate_command import RolloutConfig, say
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.gradients import add_gradients, make_micro_gradients, zero_gradients
+from hilore_jax.training.load import load_file
 from hilore_jax.training.parts import Parts, load_parts
 from hilore_jax.training.rollouts import Measured, real_updates
 from hilore_jax.training.step import TrainState, init_state
@@ -72,8 +73,7 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> Plan:
     """
     training = config.training()
     _check(config)
-    read(config.plan, "plan", "--plan")
-    made = Plan.load(config.plan)
+    made: Plan = load_file(config.plan, "plan", "--plan")
     platform = parse_target(made.target).platform
     if config.measure and {"cuda": "gpu"}.get(platform, platform) != jax.default_backend():
         raise ValueError(

@@ -13,13 +13,12 @@ from hilore_jax.explain import explain
 from hilore_jax.models.config import LoraConfig
 from hilore_jax.models.lookup import shape_of
 from hilore_jax.planning.calibration import Calibration
-from hilore_jax.planning.files import kind_of, read
+from hilore_jax.planning.files import kind_of
 from hilore_jax.planning.ladder import Ladder
 from hilore_jax.planning.plan import Plan
 from hilore_jax.training.config import Rank, read_policy
+from hilore_jax.training.load import READERS, load_file
 from hilore_jax.training.report import block_and_arguments
-
-_READERS = {"plan": Plan, "ladder": Ladder, "calibration": Calibration}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +75,4 @@ def _explained_file(config: ExplainConfig) -> Plan | Ladder | Calibration:
         kind = kind_of(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         kind = None
-    if kind not in _READERS:
-        read(path, "plan")  # says what is wrong with it
-        kind = "plan"
-    return _READERS[kind].load(path)
+    return load_file(path, kind if kind in READERS else "plan")  # or it says what is wrong

@@ -16,7 +16,7 @@ from hilore_jax.models.lookup import shape_of
 from hilore_jax.planning.buckets import microbatch_risk
 from hilore_jax.planning.budget import Budget
 from hilore_jax.planning.calibration import Calibration, model_fingerprint
-from hilore_jax.planning.files import check_output, read
+from hilore_jax.planning.files import check_output
 from hilore_jax.planning.ladder import Ladder, plan_ladder
 from hilore_jax.planning.measure import Measurement, check_measurable
 from hilore_jax.planning.measured import Measured
@@ -25,6 +25,7 @@ from hilore_jax.planning.solve import plan
 from hilore_jax.planning.target import parse_target
 from hilore_jax.training.abstract import AbstractUpdate
 from hilore_jax.training.config import Rank
+from hilore_jax.training.load import load_file
 from hilore_jax.training.situation import MODEL, check_situation, model_facts, plan_settings
 
 
@@ -139,10 +140,9 @@ def _checked(config: PlanConfig) -> Calibration | None:
         raise ValueError(
             f"--lora-rank {config.lora_rank} and --beta {config.beta:g}: expected both >= 0"
         )
-    calibration = None
+    calibration: Calibration | None = None
     if config.calibration:
-        read(config.calibration, "calibration", "--calibration")
-        calibration = Calibration.load(config.calibration)
+        calibration = load_file(config.calibration, "calibration", "--calibration")
     if calibration is None and config.exposure is not None:
         raise ValueError("--exposure needs --calibration: default risks do not depend on it")
     if config.ladder:
@@ -200,8 +200,7 @@ def planning_cost(
             was for another update.
     """
     if config.cost.endswith(".json"):
-        read(config.cost, "plan", "--cost")
-        other = Plan.load(config.cost)
+        other: Plan = load_file(config.cost, "plan", "--cost")
         measured = other.measured
         if measured is None:
             raise ValueError(

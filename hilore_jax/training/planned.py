@@ -8,10 +8,10 @@ import numpy as np
 
 from hilore_jax.actions import Policy
 from hilore_jax.models.config import DecoderConfig
-from hilore_jax.planning.files import read
 from hilore_jax.planning.plan import Plan
 from hilore_jax.training.config import TrainConfig
-from hilore_jax.training.situation import check_situation, model_facts
+from hilore_jax.training.load import load_file
+from hilore_jax.training.situation import check_blocks
 
 
 def run_policies(config: TrainConfig, shape: DecoderConfig) -> tuple[Policy, ...]:
@@ -36,12 +36,8 @@ def load_plan(config: TrainConfig, shape: DecoderConfig) -> Plan:
     Raises:
         ValueError: see `run_policies`.
     """
-    read(config.plan, "plan", "--plan")  # what else it may be, with the option's name
-    made = Plan.load(config.plan)
-    if len(made.policies) != shape.n_layers:  # the rest is `check_plan`'s
-        planned = {"blocks": str(len(made.policies)), **made.fingerprint}
-        found = {"blocks": str(shape.n_layers), **model_facts(shape)}
-        check_situation(planned, found, "plan")
+    made: Plan = load_file(config.plan, "plan", "--plan")
+    check_blocks(made.fingerprint, len(made.policies), shape, "plan")  # `check_plan` does the rest
     if made.accepted is False and not config.allow_rejected:
         reason = (made.acceptance or {}).get("reason", "its budgets were not kept")
         raise ValueError(

@@ -96,6 +96,23 @@ def check_situation(
     )
 
 
+def check_blocks(planned: Mapping[str, str], count: int, shape: DecoderConfig, of: str) -> None:
+    """Refuses policies for another number of blocks, with what else differs of the model.
+
+    Args:
+        planned: the file's fingerprint.
+        count: its policies.
+        shape: of the model at hand.
+        of: as for `check_situation`.
+
+    Raises:
+        ValueError: as `check_situation`.
+    """
+    if count != shape.n_layers:
+        found = {"blocks": str(shape.n_layers), **model_facts(shape)}
+        check_situation({"blocks": str(count), **planned}, found, of)
+
+
 def run_settings(facts: Mapping[str, str], group: int = 1) -> dict[str, Any]:
     """The settings of `hilore accept` and `hilore train` that a plan says.
 

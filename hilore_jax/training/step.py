@@ -38,9 +38,7 @@ class TrainState:
     opt_state: optax.OptState
     step: Int[Array, ""]  # int32
     key: Key[Array, ""]  # the run's key; randomness of update n is fold_in(key, n)
-    ghat: Float[Array, ""] | None = (
-        None  # float32, moving norm of the gradient, of calibrated risks
-    )
+    ghat: Float[Array, ""] | None = None  # float32, the moving norm that divides calibrated risks
 
 
 def init_state(

@@ -14,7 +14,6 @@ from flax import nnx
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
 from hilore_jax.models.config import DecoderConfig
-from hilore_jax.planning.files import read
 from hilore_jax.planning.ladder import Ladder
 from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.refined import refined_segments
@@ -23,9 +22,10 @@ from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.gated import sum_gated_gradients
 from hilore_jax.training.gradients import make_gradients
 from hilore_jax.training.laddered import LadderedUpdate, one_bucket
+from hilore_jax.training.load import load_file
 from hilore_jax.training.planned import gate_options, load_plan, run_policies
 from hilore_jax.training.report import kept_bytes
-from hilore_jax.training.situation import check_situation, model_facts
+from hilore_jax.training.situation import check_blocks
 from hilore_jax.training.step import TrainState, jit_update, make_apply
 
 _LOG = logging.getLogger("hilore_jax")
@@ -143,19 +143,14 @@ def loaded_plans(config: TrainConfig, shape: DecoderConfig) -> tuple[Plan, ...]:
     ladder = load_ladder(config)
     if ladder is None:
         return (load_plan(config, shape),) if config.plan else ()
-    if (count := len(ladder.plans[0].policies)) != shape.n_layers:
-        planned = {"blocks": str(count), **ladder.plans[0].fingerprint}
-        found = {"blocks": str(shape.n_layers), **model_facts(shape)}
-        check_situation(planned, found, "ladder")
+    first = ladder.plans[0]
+    check_blocks(first.fingerprint, len(first.policies), shape, "ladder")
     return ladder.plans
 
 
 def load_ladder(config: TrainConfig) -> Ladder | None:
     """The ladder that the settings name."""
-    if not config.ladder:
-        return None
-    read(config.ladder, "ladder", "--ladder")  # what else it may be, with the option's name
-    return Ladder.load(config.ladder)
+    return load_file(config.ladder, "ladder", "--ladder") if config.ladder else None
 
 
 def calibrated_norm(config: TrainConfig, shape: DecoderConfig) -> float | None:

@@ -87,9 +87,7 @@ def as_json(plan):
 
 def read(fields):
     file = Field(fields, "plan.json", "plan", "Plan again.")
-    return plan_file.read_plan(
-        *checked_schema(file, plan_file.SCHEMAS, plan_file.AGAIN, plan_file.MARKS)
-    )
+    return plan_file.read_plan(*checked_schema(file, plan_file.FORMAT))
 
 
 def places(value, path=()):
