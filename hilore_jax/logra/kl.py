@@ -96,7 +96,9 @@ def realized_kl(
             series = d * d * (0.5 + d * (1 / 6 + d / 24))
             return total + jnp.sum(p * jnp.where(jnp.abs(d) < 0.01, series, jnp.expm1(d) - d), -1)
 
-        excess = _over_words(add, jnp.zeros_like(moments.mean), h, dh, unembedding, temperature, words)
+        excess = _over_words(
+            add, jnp.zeros_like(moments.mean), h, dh, unembedding, temperature, words
+        )
         return jnp.log1p(excess)
 
     wide = moved.astype(jnp.float32) - hidden.astype(jnp.float32)

@@ -24,9 +24,7 @@ class StepControl(NamedTuple):
     usable: Bool[Array, ""]
 
 
-def step_control(
-    predicted: ArrayLike, budget: ArrayLike, *, alpha_max: float = 3.0
-) -> StepControl:
+def step_control(predicted: ArrayLike, budget: ArrayLike, *, alpha_max: float = 3.0) -> StepControl:
     """`alpha = min(alpha_max, sqrt(budget / q))` (LoGRA; methods 2.3).
 
     KL is quadratic in the step, so that the step which is alpha times the proposal is predicted to
