@@ -39,7 +39,7 @@ def merge_factor(
         The kernel moved, in its dtype. Donate the kernel to have it moved in place.
 
     Raises:
-        ValueError: shapes do not fit, or bfloat16 weights without a key.
+        ValueError: shapes do not fit, other dtypes of weights, or bfloat16 ones without a key.
 
     Example:
         >>> kernel, factor, a = jnp.ones((3, 2)), jnp.ones((2, 1), jnp.bfloat16), jnp.ones((1, 3))
@@ -52,9 +52,11 @@ def merge_factor(
             f"merge_factor found a kernel {kernel.shape}, a factor {factor.shape} and a projection "
             f"{a.shape}; expected [in, out], [out, rank] and [rank, in]"
         )
+    if kernel.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"the kernel is {kernel.dtype}, expected float32 or bfloat16")
     if kernel.dtype != jnp.float32 and key is None:
         raise ValueError(
-            f"merging into {kernel.dtype} weights rounds at random, which needs the layer's key: "
+            "merging into bfloat16 weights rounds at random, which needs the layer's key: "
             "merge_factor(kernel, factor, a, update_key(...)); or keep the weights in float32"
         )
     size = min(rows or d_in, d_in)
