@@ -83,16 +83,22 @@ def scale_by_logra(
         layers = [
             _Layer(g, _keys(path, g, seed, state.count), rank, kind, axis) for path, g in paths
         ]
-        proposals, moments = [], []
-        for layer, v in zip(layers, tree.flatten_up_to(state.v), strict=True):
-            d, v = layer.propose(v, count, b2, eps)
-            proposals.append(d)
-            moments.append(v)
-        proposals = _as_large_as(layers, proposals, tree.flatten_up_to(params))
-        steps = [layer.dense(d) for layer, d in zip(layers, proposals, strict=True)]
-        return tree.unflatten(steps), ScaleByLograState(count, tree.unflatten(moments))
+        moments = tree.flatten_up_to(state.v)
+        made = [x.propose(v, count, b2, eps) for x, v in zip(layers, moments, strict=True)]
+        scales = _scales(made, tree.flatten_up_to(params))
+        steps = [x.dense(y.d * s) for x, y, s in zip(layers, made, scales, strict=True)]
+        return tree.unflatten(steps), ScaleByLograState(count, tree.unflatten([x.v for x in made]))
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+
+class _Proposals(NamedTuple):
+    """Of the `n` matrices of a leaf."""
+
+    d: Array  # [n, out, rank], each divided by its size
+    size: Array  # [n], norms of D
+    square: Array  # [n], ||D A||^2 of D divided by its size
+    v: Array  # as it was given
 
 
 class _Layer(NamedTuple):
@@ -102,32 +108,26 @@ class _Layer(NamedTuple):
     """
 
     gradient: Array
-    keys: Array  # [n, 2], one for each matrix of the stack
+    keys: Array  # [n, 2]
     rank: int
     kind: Kind
     axis: int
 
-    def propose(self, v: Array, count: Array, b2: ArrayLike, eps: ArrayLike) -> tuple[Array, Array]:
-        """D `[n, out, rank]` of each matrix, and v as it was given."""
-
-        def one(args: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+    def propose(self, v: Array, count: Array, b2: ArrayLike, eps: ArrayLike) -> _Proposals:
+        def one(args: tuple[Array, Array, Array]) -> _Proposals:
             g, key, v = args
+            a = self.projection(key)
             wide = g.astype(jnp.float32)
-            a = projection(key, self.rank, g.shape[self.axis], self.kind)
             sketch = jnp.matmul(a, wide if self.axis == -2 else wide.T, precision="highest").T
-            return row_adam(sketch, v, count, b2=b2, eps=eps)
+            d, v = row_adam(sketch, v, count, b2=b2, eps=eps)
+            size = norm(d)
+            # Squares of very large and of very small gradients do not fit in float32.
+            d = d / jnp.where(size == 0, 1.0, size)
+            return _Proposals(d, size, dense_square(d, a), v)
 
         stack = self.gradient.reshape(-1, *self.gradient.shape[-2:])
-        d, moments = jax.lax.map(one, (stack, self.keys, v.reshape(-1, v.shape[-1])))
-        return d, moments.reshape(v.shape)
-
-    def square(self, d: Array) -> Array:
-        """`sum ||D A||^2` over the stack."""
-
-        def one(args: tuple[Array, Array]) -> Array:
-            return dense_square(args[0], self.projection(args[1]))
-
-        return jnp.sum(jax.lax.map(one, (d, self.keys)))
+        made = jax.lax.map(one, (stack, self.keys, v.reshape(-1, v.shape[-1])))
+        return made._replace(v=made.v.reshape(v.shape))
 
     def dense(self, d: Array) -> Array:
         """`D A`, of the gradient's shape and dtype."""
@@ -143,20 +143,17 @@ class _Layer(NamedTuple):
         return projection(key, self.rank, self.gradient.shape[self.axis], self.kind)
 
 
-def _as_large_as(
-    layers: Sequence[_Layer], proposals: Sequence[Array], weights: Sequence[Array]
-) -> list[Array]:
-    """The proposals at one common scale, where their dense forms have the weights' norm."""
-    if not layers:
+def _scales(made: Sequence[_Proposals], weights: Sequence[Array]) -> list[Array]:
+    """What each D, divided by its size, is multiplied with, for moves as large as the weights."""
+    if not made:
         return []
-    # By the largest first: squares of very large and very small gradients do not fit in float32.
-    # A largest that is not finite makes all of them so: nothing is hidden from apply_if_finite.
-    largest = jnp.max(jnp.stack([norm(d) for d in proposals]))
-    unit = [d / jnp.where(largest == 0, 1.0, largest) for d in proposals]
-    moved = sum(layer.square(d) for layer, d in zip(layers, unit, strict=True))
+    # A size that is not finite makes all of them so: nothing is hidden from apply_if_finite.
+    largest = jnp.max(jnp.concatenate([x.size for x in made]))
+    sizes = [x.size / jnp.where(largest == 0, 1.0, largest) for x in made]
+    moved = sum(jnp.sum(y * y * x.square) for x, y in zip(made, sizes, strict=True))
     square = sum(jnp.sum(jnp.square(w.astype(jnp.float32))) for w in weights)
     scale = update_scale(1.0, jnp.where(square == 0, 1.0, square), moved)
-    return [d * scale for d in unit]
+    return [(scale * size)[:, None, None] for size in sizes]
 
 
 def _keys(path: tuple, leaf: Array, seed: int, count: Array) -> Array:

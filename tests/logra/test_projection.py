@@ -52,7 +52,7 @@ def test_golden_projections():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharding_does_not_matter(kind):
-    mesh = jax.make_mesh((2,), ("x",))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     plain = np.asarray(draw(KEY, 64, 6, kind))
     for spec in (PartitionSpec("x", None), PartitionSpec(None, "x")):
         sharding = NamedSharding(mesh, spec)
