@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
 from hilore_jax.logra.counter import threefry2x32
@@ -39,7 +40,7 @@ def merge_factor(
         The kernel moved, in its dtype. Donate the kernel to have it moved in place.
 
     Raises:
-        ValueError: shapes do not fit, or bfloat16 weights without a key.
+        ValueError: shapes do not fit, other dtypes of weights, or bfloat16 ones without a key.
 
     Example:
         >>> kernel, factor, a = jnp.ones((3, 2)), jnp.ones((2, 1), jnp.bfloat16), jnp.ones((1, 3))
@@ -52,27 +53,41 @@ def merge_factor(
             f"merge_factor found a kernel {kernel.shape}, a factor {factor.shape} and a projection "
             f"{a.shape}; expected [in, out], [out, rank] and [rank, in]"
         )
+    if kernel.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"the kernel is {kernel.dtype}, expected float32 or bfloat16")
     if kernel.dtype != jnp.float32 and key is None:
         raise ValueError(
-            f"merging into {kernel.dtype} weights rounds at random, which needs the layer's key: "
+            "merging into bfloat16 weights rounds at random, which needs the layer's key: "
             "merge_factor(kernel, factor, a, update_key(...)); or keep the weights in float32"
         )
     size = min(rows or d_in, d_in)
     wide_factor = factor.astype(jnp.float32)
 
-    def move(start: Array, kernel: Array, size: int) -> Array:
-        part = jax.lax.dynamic_slice_in_dim(kernel, start, size)
+    dtype = kernel.dtype
+    # XLA's CPU compiler widens updates of bfloat16 slices: all of W would be converted for each
+    # block. Words of 16 bits it leaves alone.
+    stored = jnp.uint16 if dtype == jnp.bfloat16 else dtype
+
+    def move(start: Array, words: Array, size: int) -> Array:
+        part = _read(jax.lax.dynamic_slice_in_dim(words, start, size), dtype)
         columns = jax.lax.dynamic_slice_in_dim(a, start, size, axis=1).astype(jnp.float32)
         step = jnp.einsum("rk,dr->kd", columns, wide_factor, precision="highest")
         moved = part.astype(jnp.float32) - step
-        if key is not None and kernel.dtype != jnp.float32:
+        if key is not None and dtype != jnp.float32:
             moved = stochastic_round(moved, key, start)
-        return jax.lax.dynamic_update_slice_in_dim(kernel, moved.astype(kernel.dtype), start, 0)
+        return jax.lax.dynamic_update_slice_in_dim(words, _read(moved, stored), start, 0)
 
     whole = d_in // size
-    kernel = jax.lax.fori_loop(0, whole, lambda i, w: move(i * size, w, size), kernel)
+    words = _read(kernel, stored)
+    words = jax.lax.fori_loop(0, whole, lambda i, w: move(i * size, w, size), words)
     rest = d_in - whole * size
-    return move(jnp.int32(whole * size), kernel, rest) if rest else kernel
+    words = move(jnp.int32(whole * size), words, rest) if rest else words
+    return _read(words, dtype)
+
+
+def _read(bits: Array, dtype: DTypeLike) -> Array:
+    """The same bits as another dtype of as many."""
+    return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def stochastic_round(
@@ -91,8 +106,8 @@ def stochastic_round(
     Example:
         >>> from hilore_jax.logra.projection import layer_key, update_key
         >>> key = update_key(layer_key(0, "q"), 0)
-        >>> stochastic_round(jnp.full((1, 4), 1.0 + 2.0**-8), key).tolist()
-        [[1.0078125, 1.0, 1.0078125, 1.0]]
+        >>> stochastic_round(jnp.full((1, 5), 1.0 + 2.0**-8), key).tolist()
+        [[1.0, 1.0, 1.0, 1.0, 1.0078125]]
     """
     rows, columns = x.shape
     quarter = -(-columns // 4)  # a counter has 64 bits: 16 for each of four columns

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Integer, UInt32
 
 from hilore_jax.logra.counter import threefry2x32
 
@@ -53,7 +53,7 @@ def layer_key(seed: int, layer: str) -> UInt32[np.ndarray, "2"]:
 
 
 def update_key(
-    layer: UInt32[Array | np.ndarray, "*n 2"], update: Int[Array, ""] | int
+    layer: UInt32[Array | np.ndarray, "*n 2"], update: Integer[Array, ""] | int
 ) -> UInt32[Array, "*n 2"]:
     """The key of the projection that a layer has during one update.
 
@@ -69,7 +69,7 @@ def update_key(
         (2,)
     """
     keys = jnp.asarray(layer, jnp.uint32)
-    number = jnp.asarray(update).astype(jnp.uint32)
+    number = jnp.asarray(update, jnp.uint32)
     words = threefry2x32(keys[..., 0], keys[..., 1], number, jnp.uint32(0))
     return jnp.stack(words, axis=-1)
 
@@ -100,7 +100,7 @@ def projection(
     Example:
         >>> key = update_key(layer_key(0, "blocks.0.q_proj"), 0)
         >>> (projection(key, 4, 3) * 2).astype(int).tolist()
-        [[1, 1, -1], [1, 1, 1], [1, 1, 1], [1, 1, -1]]
+        [[1, -1, -1], [1, -1, -1], [-1, 1, 1], [1, -1, -1]]
     """
     if rank < 1 or width < 1:
         raise ValueError(f"a projection of {rank} x {width} entries, expected at least 1 x 1")

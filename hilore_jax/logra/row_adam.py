@@ -13,20 +13,21 @@ def row_adam(
     v: Float[Array, "d_out"],
     count: ArrayLike,
     *,
-    b2: float = 0.95,
-    eps: float = 1e-8,
+    b2: ArrayLike = 0.95,
+    eps: ArrayLike = 1e-8,
 ) -> tuple[Float[Array, "d_out rank"], Float[Array, "d_out"]]:
     """The proposal D of one layer, and the next second moment (LoGRA; methods 2.2).
 
-        v = b2 v + (1 - b2) mean_cols(S^2);   h = sqrt(v / (1 - b2^count))
+        v^2 = b2 v^2 + (1 - b2) mean_cols(S^2);   h = v / sqrt(1 - b2^count)
         s = 1 / (h + eps mean(h));   s = s / rms(s);   D = s S ||S|| / ||s S||
 
     There is no first moment, and no moment of single entries: both would live in the space of one
-    update's projection, while a row's mean square means the same under every projection.
+    update's projection, while a row's mean square means the same under every projection. Its root
+    is what is kept: squares of gradients of 1e-20 or 1e20 do not fit in float32.
 
     Args:
         sketch: S, float32, finite.
-        v: the rows' second moment, float32, zeros at first.
+        v: root of the rows' second moment, float32, zeros at first.
         count: number of this update among those applied, from 1.
         b2: decay of the second moment.
         eps: of the mean of h, added where a row's h is small.
@@ -36,11 +37,12 @@ def row_adam(
 
     Example:
         >>> d, v = row_adam(jnp.array([[3.0, 4.0], [6.0, 8.0]]), jnp.zeros(2), 1)
-        >>> d.round(4).tolist()  # rows that are scaled copies end up alike
-        [[4.7434, 6.3246], [4.7434, 6.3246]]
+        >>> print(d.astype(jnp.bfloat16))  # rows that are scaled copies end up alike
+        [[4.75 6.3125]
+         [4.75 6.3125]]
     """
-    v = b2 * v + (1 - b2) * jnp.mean(jnp.square(sketch), axis=1)
-    h = jnp.sqrt(v / (1 - jnp.float32(b2) ** count))
+    v = _root_mean(v, _root_mean_square(sketch), b2)
+    h = v / jnp.sqrt(1 - jnp.float32(b2) ** count)
     mean = jnp.mean(h)
     # Relative to the mean: only ratios of rows matter, and h may be as small as float32 goes.
     h = jnp.where(mean > 0, h / jnp.where(mean > 0, mean, 1.0), 1.0)
@@ -54,12 +56,25 @@ def norm(x: Float[Array, "..."]) -> Float[Array, ""]:
     """The Euclidean norm of all entries, float32, without squares that overflow or vanish.
 
     Example:
-        >>> float(norm(jnp.array([3e-30, 4e-30])))
-        5.000000058211463e-30
+        >>> print(f"{norm(jnp.array([3e-30, 4e-30])):.3g}")
+        5e-30
     """
     largest = jnp.max(jnp.abs(x), initial=0.0)
     safe = jnp.where(largest > 0, largest, 1.0)
     return largest * jnp.sqrt(jnp.sum(jnp.square(x / safe)))
+
+
+def _root_mean_square(rows: Array) -> Array:
+    largest = jnp.max(jnp.abs(rows), axis=1)
+    safe = jnp.where(largest > 0, largest, 1.0)
+    return largest * jnp.sqrt(jnp.mean(jnp.square(rows / safe[:, None]), axis=1))
+
+
+def _root_mean(old: Array, new: Array, b2: ArrayLike) -> Array:
+    """`sqrt(b2 old^2 + (1 - b2) new^2)`, without the squares."""
+    largest = jnp.maximum(old, new)
+    safe = jnp.where(largest > 0, largest, 1.0)
+    return largest * jnp.sqrt(b2 * jnp.square(old / safe) + (1 - b2) * jnp.square(new / safe))
 
 
 def _unit(x: Array) -> Array:
@@ -145,5 +160,5 @@ def is_usable(sketches: object) -> tuple[Array, Array]:
         [True, False]
     """
     leaves = jax.tree.leaves(sketches)
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
-    return finite, jnp.any(jnp.stack([jnp.any(x != 0) for x in leaves]))
+    finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in leaves], bool))
+    return finite, jnp.any(jnp.array([jnp.any(x != 0) for x in leaves], bool))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Integer, UInt32
 
 from hilore_jax.logra.projection import KINDS, Kind, layer_key, projection, update_key
 
@@ -48,7 +48,7 @@ class Sketches:
         if self.dtype not in _DTYPES:
             raise ValueError(f"the sketches' dtype is {self.dtype!r}, expected {_DTYPES}")
 
-    def key(self, layer: str, update: Int[Array, ""] | int) -> UInt32[Array, "2"]:
+    def key(self, layer: str, update: Integer[Array, ""] | int) -> UInt32[Array, "2"]:
         """The key of a layer's projection during an update, uint32."""
         return update_key(layer_key(self.seed, layer), update)
 

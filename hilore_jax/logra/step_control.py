@@ -16,8 +16,8 @@ MISMATCH_WEIGHT = 0.3
 class StepControl(NamedTuple):
     """What `step_control` decided.
 
-    `alpha` multiplies the proposal, float32; `usable` is False where the predicted KL is negative or
-    not finite, and then alpha is 0: no update is made of such a step.
+    `alpha` multiplies the proposal, float32; `usable` is False where the predicted KL is negative
+    or not finite, or the budget not a number above 0. Then alpha is 0: no update is made.
     """
 
     alpha: Float[Array, ""]
@@ -36,10 +36,10 @@ def step_control(predicted: ArrayLike, budget: ArrayLike, *, alpha_max: float = 
         alpha_max: the most that a proposal is enlarged.
 
     Returns:
-        alpha, 1 where q is 0, and whether q can be used.
+        alpha, 1 where q is 0, and whether q and the budget can be used.
 
     Raises:
-        ValueError: alpha_max, or a budget that is a number, is not above 0.
+        ValueError: alpha_max, or a budget that is a Python number, is not above 0.
 
     Example:
         >>> alpha, usable = step_control(4e-4, 1e-4)
@@ -51,9 +51,10 @@ def step_control(predicted: ArrayLike, budget: ArrayLike, *, alpha_max: float = 
     if isinstance(budget, int | float) and not 0 < budget < math.inf:
         raise ValueError(f"the KL budget is {budget} nats a token, expected a number above 0")
     q = jnp.asarray(predicted, jnp.float32)
-    usable = jnp.isfinite(q) & (q >= 0)
+    allowed = jnp.asarray(budget, jnp.float32)
+    usable = jnp.isfinite(q) & (q >= 0) & jnp.isfinite(allowed) & (allowed > 0)
     moves = usable & (q > 0)
-    alpha = jnp.sqrt(jnp.asarray(budget, jnp.float32) / jnp.where(moves, q, 1.0))
+    alpha = jnp.sqrt(allowed / jnp.where(moves, q, 1.0))
     alpha = jnp.where(moves, jnp.minimum(alpha, alpha_max), 1.0)
     return StepControl(jnp.where(usable, alpha, 0.0), usable)
 
