@@ -20,13 +20,14 @@ from pathlib import Path
 import tyro
 
 import hilore_jax as hl
-from hilore_jax.planning.allocate import Allocation, allocate
+from hilore_jax.grpo.gradient_norm import drift
+from hilore_jax.planning.allocate import Allocation, allocate, total_risk
 from hilore_jax.planning.calibrated import calibrated_menu
 from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.menu import Entry, block_menu
 from hilore_jax.planning.menus import BlockRisks, block_menus
 from hilore_jax.planning.plan import runs
-from hilore_jax.planning.realized import relative_error
+from hilore_jax.planning.realized import gradient_norm, relative_error
 from hilore_jax.planning.risks import default_risk, recommended_codecs
 from hilore_jax.planning.target import parse_target
 from hilore_jax.training.abstract import training_update
@@ -47,7 +48,7 @@ class Config(RolloutConfig):
 
     calibration: str = "calibration.json"
     """The model's calibration."""
-    risks: tuple[float, ...] = (0.0, 0.005, 0.01, 0.015)
+    risks: tuple[float, ...] = (0.0, 0.005, 0.01, 0.0125, 0.015)
     """Gradient errors of a complete update to plan for."""
     updates: int = 2
     """Held-out updates to try the choices on."""
@@ -95,11 +96,19 @@ def main(config: Config, parts: Parts | None = None) -> None:
     exposure = statistics.fmean(whole)  # squared risks of an update's microbatches add up
     data = real_updates(training, parts, config.updates, first=config.first)
     gradients = update_gradients(data, training)
-    truth = [gradients((hl.Policy({}),) * blocks.count, update)[0] for update in data.updates]
+    recompute, paper = (hl.Policy({}),) * blocks.count, made.form == "paper"
+    truth, own = [], []
+    for update in data.updates:
+        exact, exposures = gradients(recompute, update)
+        # Risks are for the calibration's mean exposure and norm; each update has its own.
+        moved = 1.0 if paper else drift(gradient_norm(exact), made.norm)
+        share = [float(e) / exposure / moved for e in exposures]
+        own.append(total_risk(share, paper=paper))
+        truth.append(exact)
 
     menu, rows = calibrated(blocks, made, exposure), []
     for risk in config.risks:
-        found = fewest_bytes(menu, risk, made.form == "paper")
+        found = fewest_bytes(menu, risk, paper)
         errors = [
             relative_error(gradients(found.policies, update)[0], exact)
             for update, exact in zip(data.updates, truth, strict=True)
@@ -108,9 +117,11 @@ def main(config: Config, parts: Parts | None = None) -> None:
             {
                 "risk_budget": risk,
                 "kept_bytes": found.nbytes,
-                "predicted_error": found.risk,
+                "risk": found.risk,
+                "predicted_error": found.risk * statistics.fmean(own),
                 "measured_error": statistics.fmean(errors),
                 "by_update": errors,
+                "predicted_by_update": [found.risk * factor for factor in own],
                 "policies": [[n, str(policy)] for policy, n in runs(found.policies)],
             }
         )
@@ -124,6 +135,7 @@ def main(config: Config, parts: Parts | None = None) -> None:
         "microbatch": [training.micro_rows, training.prompt_length + training.completion_length],
         "dtype": config.dtype,
         "exposure": exposure,
+        "predicted_error": "at the updates' own exposures and gradient norms",
         "rows": rows,
     }
     out = Path(config.out)
