@@ -79,7 +79,7 @@ def scale_by_logra(
                 "logra makes a step relative to the weights: call update(gradients, state, params)"
             )
         paths, tree = jax.tree_util.tree_flatten_with_path(updates)
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         layers = [
             _Layer(g, _keys(path, g, seed, state.count), rank, kind, axis) for path, g in paths
         ]

@@ -17,7 +17,7 @@ def case(size, scale=1.0, vocab=VOCAB):
     rng = np.random.default_rng(3)
     hidden, tangent = rng.normal(size=(2, BATCH, SEQ, D))
     head = rng.normal(size=(vocab, D))
-    return [np.float32(x) for x in (scale * hidden, size * tangent, head)]
+    return [np.asarray(x, np.float32) for x in (scale * hidden, size * tangent, head)]
 
 
 def logits(hidden, head, temperature=1.0):
@@ -30,7 +30,7 @@ def log_softmax(z):
     return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
-def half_variance(hidden, tangent, head, temperature=1.0):
+def half_variance(hidden, tangent, head, temperature: float = 1.0):
     p = np.exp(log_softmax(logits(hidden, head, temperature)))
     dz = logits(tangent, head, temperature)
     mean = (p * dz).sum(-1, keepdims=True)
@@ -48,8 +48,8 @@ def test_predicted_kl(positions, words, temperature):
     args = case(0.1)
     got = predicted(*args, temperature, positions=positions, words=words)
     assert got.shape == (BATCH, SEQ) and got.dtype == jnp.float32
-    np.testing.assert_allclose(got, half_variance(*args, temperature), rtol=2e-5)
-    assert not np.allclose(got, half_variance(*args, 1.6 - temperature), rtol=0.1)
+    np.testing.assert_allclose(got, half_variance(*args, temperature=temperature), rtol=2e-5)
+    assert not np.allclose(got, half_variance(*args, temperature=1.6 - temperature), rtol=0.1)
 
 
 @pytest.mark.parametrize(("positions", "words"), CHUNKS)
@@ -59,17 +59,17 @@ def test_realized_kl(positions, words, temperature):
     args = hidden, hidden + tangent, head
     got = realized(*args, temperature, positions=positions, words=words)
     assert got.shape == (BATCH, SEQ) and got.dtype == jnp.float32
-    np.testing.assert_allclose(got, divergence(*args, temperature), rtol=5e-5)
-    assert not np.allclose(got, divergence(*args[1::-1], head, temperature), rtol=0.01)
+    np.testing.assert_allclose(got, divergence(*args, temperature=temperature), rtol=5e-5)
+    assert not np.allclose(got, divergence(args[1], args[0], head, temperature), rtol=0.01)
 
 
 @pytest.mark.parametrize("words", [10, 16_384])
 def test_displacements_as_small_as_float32_sees(words):
     """KL of 1e-12 nats: a difference of log-probabilities in float32 has no digit of it."""
     hidden, _, head = case(1.0)
-    moved = np.float32(hidden + case(1e-6)[1])
-    step = np.float32(moved - hidden)  # what float32 made of it
-    exact = divergence(np.float64(hidden), np.float64(hidden) + np.float64(step), head)
+    moved = hidden + case(1e-6)[1]
+    step = moved - hidden  # what float32 made of it
+    exact = divergence(hidden, moved, head)
     assert 1e-14 < exact.max() < 1e-10
     np.testing.assert_allclose(realized(hidden, moved, head, words=words), exact, rtol=1e-3)
     expected = half_variance(hidden, step, head)
@@ -83,11 +83,11 @@ def test_displacements_as_small_as_float32_sees(words):
 def test_logits_of_ten_thousand(words):
     """Whole numbers, which float32 holds: no exponential may overflow."""
     rng = np.random.default_rng(0)
-    head = np.float32(rng.integers(-4, 5, size=(VOCAB, D)))
-    hidden = np.float32(rng.integers(-1000, 1001, size=(BATCH, SEQ, D)))
+    head = np.asarray(rng.integers(-4, 5, size=(VOCAB, D)), np.float32)
+    hidden = np.asarray(rng.integers(-1000, 1001, size=(BATCH, SEQ, D)), np.float32)
     hidden[0, 0] = 0
-    hidden[:, 1:3] = np.float32(rng.integers(-1, 2, size=(BATCH, 2, D)))
-    tangent = np.float32(rng.normal(size=hidden.shape) * 0.05)
+    hidden[:, 1:3] = np.asarray(rng.integers(-1, 2, size=(BATCH, 2, D)), np.float32)
+    tangent = np.asarray(rng.normal(size=hidden.shape) * 0.05, np.float32)
     assert np.abs(logits(hidden, head)).max() > 1e4
     got = predicted(hidden, tangent, head, words=words)
     np.testing.assert_allclose(got, half_variance(hidden, tangent, head), rtol=2e-5, atol=1e-12)
@@ -113,7 +113,7 @@ def test_predicted_is_realized_for_small_steps_alone():
     hidden, tangent, head = case(1.0)
     ratios = {}
     for size in (1e-3, 1e-2, 3.0):
-        step = np.float32(size * tangent)
+        step = np.asarray(size * tangent, np.float32)
         guess = predicted(hidden, step, head)
         ratios[size] = np.asarray(realized(hidden, hidden + step, head) / guess)
     assert np.abs(ratios[1e-3] - 1).max() < 5e-3
@@ -130,7 +130,7 @@ def test_large_steps(size, words):
     hidden[..., 4], tangent[..., 4] = -12.0, 12.5
     exact = divergence(hidden, hidden + tangent, head)
     assert logits(tangent, head)[..., 3].min() > 89
-    got = np.asarray(realized(hidden, np.float32(hidden + tangent), head, words=words))
+    got = np.asarray(realized(hidden, hidden + tangent, head, words=words))
     fits = exact < 80
     assert fits.any() and np.all(np.isfinite(got[fits]))
     np.testing.assert_allclose(got[fits], exact[fits], rtol=1e-3)
@@ -150,7 +150,7 @@ def test_bfloat16_states():
     got = predicted(hidden, tangent, head, words=10)
     assert got.dtype == jnp.float32
     wide = [np.asarray(x, np.float32) for x in (hidden, tangent, head)]
-    np.testing.assert_allclose(got, half_variance(*wide), rtol=1e-4)
+    np.testing.assert_allclose(got, half_variance(wide[0], wide[1], wide[2]), rtol=1e-4)
 
 
 def test_what_is_not_finite_is_seen():
@@ -193,4 +193,5 @@ def test_under_shard_map():
             out_specs=spec,
         )
     )
-    np.testing.assert_allclose(sharded(*args), half_variance(*args), rtol=2e-5)
+    expected = half_variance(args[0], args[1], args[2])
+    np.testing.assert_allclose(sharded(*args), expected, rtol=2e-5)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,15 +37,15 @@ def random(*shape, seed=0, dtype=jnp.float32):
 def tree(seed=0, dtype=jnp.float32, more=False):
     """One of everything: a matrix, a stack, what is too small, scalars, what is empty."""
     shapes = {
-        "wide": (12, 9), "stack": (2, 13, 6),
-        "narrow": (20, RANK), "bias": (9,), "scale": (), "none": (0, 9), "nothing": (3, 0, 9),
+        "wide": (12, 9), "narrow": (20, RANK), "bias": (9,), "scale": (), "empty": (3, 0, 9),
     }  # fmt: skip
     if more:
-        shapes |= {"tall": (7, 15), "deep": (2, 2, 6, 5)}
+        shapes |= {"tall": (7, 15), "stack": (3, 8, 6), "deep": (2, 2, 6, 5)}
     return {name: random(*shape, seed=seed, dtype=dtype) for name, shape in shapes.items()}
 
 
-SKETCHED = ("wide", "stack")
+SKETCHED = ("wide",)
+MORE = ("wide", "tall", "stack", "deep")
 
 
 @functools.cache  # so that an optimizer is compiled once for one kind of tree
@@ -55,12 +56,12 @@ def plain_update(optimizer):
 PLAIN = logra(RATE, RANK)
 
 
-def run(optimizer, updates=3, dtype=jnp.float32, params=None):
+def run(optimizer, updates=3):
     """Steps and parameters of some updates, with a new gradient each."""
-    params = tree(dtype=dtype) if params is None else params
+    params = tree()
     state, update, steps = optimizer.init(params), plain_update(optimizer), []
     for number in range(updates):
-        step, state = update(tree(seed=10 + number, dtype=dtype), state, params)
+        step, state = update(tree(seed=10 + number), state, params)
         steps.append(step)
         params = optax.apply_updates(params, step)
     return steps, params, state
@@ -82,9 +83,9 @@ class Reference:
         """Moves of the weights' size, all weights together."""
         moves = {}
         for name, gradient in gradients.items():
-            g = np.float64(gradient).T if self.axis == -2 else np.float64(gradient)
+            g = np.asarray(gradient.T if self.axis == -2 else gradient, np.float64)
             key = update_key(layer_key(self.seed, name), self.step)
-            a = np.float64(draw(key, RANK, g.shape[1], self.kind))
+            a = np.asarray(draw(key, RANK, g.shape[1], self.kind), np.float64)
             s = g @ a.T
             self.v[name] = b2 * self.v[name] + (1 - b2) * np.mean(s**2, axis=1)
             h = np.sqrt(self.v[name] / (1 - b2 ** (self.step + 1)))
@@ -103,7 +104,7 @@ def matrices(leaves):
     """Matrices of a tree's sketched leaves, by the names that their projections have."""
     return {
         f"{name}[{number}]": matrix
-        for name in (*SKETCHED, "tall", "deep")
+        for name in MORE
         if name in leaves
         for number, matrix in enumerate(
             np.asarray(leaves[name]).reshape(-1, *leaves[name].shape[-2:])
@@ -112,7 +113,7 @@ def matrices(leaves):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"kind": "gaussian", "seed": 5}, {"axis": -1}], ids=["", "gaussian", "axis"]
+    "settings", [{}, {"kind": "gaussian", "seed": 5, "axis": -1}], ids=["default", "other"]
 )
 def test_the_equations(settings):
     """Over several updates: sketched leaves move by methods 2.2, others by the dense part."""
@@ -127,7 +128,7 @@ def test_the_equations(settings):
         for name, weight in matrices(params).items():
             expected = -RATE * (moves[name] + 0.3 * np.float64(weight))
             np.testing.assert_allclose(got[name], expected, rtol=1e-4, atol=1e-6)
-        for name in set(params) - {*SKETCHED, "tall", "deep"}:
+        for name in tree().keys() - set(MORE):
             np.testing.assert_allclose(step[name], -0.5 * gradients[name], rtol=1e-6)
         params = optax.apply_updates(params, step)
         reference.weights = {n: np.float64(w) for n, w in matrices(params).items()}
@@ -135,11 +136,11 @@ def test_the_equations(settings):
 
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e20])
 def test_the_learning_rate_is_the_steps_share_of_the_weights(scale):
-    params = tree()
+    params = tree(more=True)
     optimizer = PLAIN
-    gradients = jax.tree.map(lambda g: g * scale, tree(seed=1))
+    gradients = jax.tree.map(lambda g: g * scale, tree(seed=1, more=True))
     step, _ = plain_update(optimizer)(gradients, optimizer.init(params), params)
-    moved, weights = sizes(SKETCHED, step, params)
+    moved, weights = sizes(MORE, step, params)
     assert moved / weights == pytest.approx(RATE, rel=1e-5)
     assert np.sum(np.float64(step["wide"]) * np.float64(gradients["wide"])) < 0
 
@@ -159,8 +160,6 @@ def test_the_step_has_the_rank_and_a_new_projection_each_time():
         rows.append(step["wide"])
     both = np.concatenate(rows[:2], axis=1)  # [in, 2 out]
     assert np.linalg.matrix_rank(np.float64(both), tol=1e-6) == 2 * RANK
-    stack = np.concatenate(list(steps[0]["stack"][:2]), axis=1)
-    assert np.linalg.matrix_rank(np.float64(stack), tol=1e-6) == 2 * RANK
     other, _, _ = run(logra(RATE, RANK, seed=1), 1)
     assert not np.allclose(other[0]["wide"], steps[0]["wide"], atol=1e-4)
     again, _, _ = run(PLAIN, 1)
@@ -168,16 +167,17 @@ def test_the_step_has_the_rank_and_a_new_projection_each_time():
 
 
 def test_the_state_is_a_row_of_moments_for_each_matrix():
-    params = {name: tree(more=True)[name] for name in (*SKETCHED, "tall", "deep")}
-    state = scale_by_logra(RANK).init(params)
+    params = {name: tree(more=True)[name] for name in MORE}
+    state: Any = scale_by_logra(RANK).init(params)
     assert {n: v.shape for n, v in state.v.items()} == {
-        "wide": (9,), "tall": (15,), "stack": (2, 6), "deep": (2, 2, 5)
+        "wide": (9,), "tall": (15,), "stack": (3, 6), "deep": (2, 2, 5)
     }  # fmt: skip
     assert {v.dtype for v in state.v.values()} == {jnp.dtype("float32")}
     assert state.count.dtype == jnp.int32 and state.count.shape == ()
-    assert scale_by_logra(RANK, axis=-1).init(params).v["stack"].shape == (2, 13)
+    other: Any = scale_by_logra(RANK, axis=-1).init(params)
+    assert other.v["stack"].shape == (3, 8)
     whole = optax.tree.size(logra(RATE, RANK, dense=optax.set_to_zero()).init(tree()))
-    assert whole == 1 + 9 + 2 * 6
+    assert whole == 1 + 9
 
 
 def test_the_dense_part():
@@ -187,7 +187,6 @@ def test_the_dense_part():
         (logra(RATE, RANK, weight_decay=0.2), optax.adamw(RATE * DENSE_SHARE, weight_decay=0.2)),
         (logra(RATE, RANK, weight_decay=0.2, dense=optax.sgd(3.0)), optax.sgd(3.0)),
         (logra(RATE, RANK, dense=optax.set_to_zero()), optax.set_to_zero()),
-        (logra(RATE, RANK, dense=optax.lion(1.0)), optax.lion(1.0)),
     ]
     for optimizer, dense in chosen:
         step, _ = plain_update(optimizer)(gradients, optimizer.init(params), params)
@@ -208,25 +207,21 @@ def test_which_weights_decay():
             np.testing.assert_allclose(step[name], expected, rtol=1e-5)
         return {name for name in params if np.any(step[name])}
 
-    assert decayed(None) == {*SKETCHED, "narrow", "bias", "scale"}
     assert decayed({name: name in ("wide", "bias") for name in params}) == {"wide", "bias"}
     assert decayed(lambda p: jax.tree.map(lambda x: x.ndim == 2, p)) == {"wide", "narrow"}
 
 
 def test_targets():
-    params, gradients = (
-        {"a": tree(), "embed": random(30, 8)},
-        {"a": tree(1), "embed": random(30, 8)},
-    )
+    params = {"a": tree(), "embed": random(30, 8)}
 
     def sketched(targets):
-        optimizer = logra(RATE, RANK, targets=targets, dense=optax.set_to_zero())
-        step, _ = plain_update(optimizer)(gradients, optimizer.init(params), params)
-        return {n for n, x in {**step["a"], "embed": step["embed"]}.items() if np.any(x)}
+        state = logra(RATE, RANK, targets=targets).init(params)
+        (v,) = [x for path, x in optax.tree.get_all_with_path(state, "v") if isinstance(x, dict)]
+        return {n for n, x in {**v["a"], "embed": v["embed"]}.items() if jax.tree.leaves(x)}
 
     assert sketched(None) == {*SKETCHED, "embed"}
     assert sketched((r"^a\.",)) == sketched(r"a\.") == set(SKETCHED)
-    assert sketched([r"wide$", r"a\.(stack|bias|narrow)"]) == {"wide", "stack"}
+    assert sketched([r"wide$", r"a\.(bias|narrow)"]) == {"wide"}
     with pytest.raises(ValueError, match=r"targets \['kernel'\] match none of .*'a\.wide'.*embed"):
         logra(RATE, RANK, targets=("wide", "kernel")).init(params)
 
@@ -258,16 +253,16 @@ def test_a_gradient_of_zeros():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_gradient_that_is_not_finite(bad):
-    params, gradients = tree(), tree(seed=1)
-    gradients["stack"] = gradients["stack"].at[1, 2, 3].set(bad)
+    params = {**tree(), "other": random(8, 8)}
+    gradients = {**params, "wide": params["wide"].at[2, 3].set(bad)}
     optimizer = PLAIN
     step, state = plain_update(optimizer)(gradients, optimizer.init(params), params)
-    assert not np.all(np.isfinite(step["stack"])) and not np.all(np.isfinite(step["wide"]))
+    assert not np.any(np.isfinite(step["wide"])) and not np.any(np.isfinite(step["other"]))
     assert not all(np.all(np.isfinite(x)) for x in jax.tree.leaves(state))
 
-    guarded = optax.apply_if_finite(logra(RATE, RANK), 5)
-    state = guarded.init(params)
-    step, state = plain_update(guarded)(gradients, state, params)
+    gradients, guarded = {**tree(1), "bias": jnp.full(9, bad)}, optax.apply_if_finite(PLAIN, 5)
+    params = tree()
+    step, state = plain_update(guarded)(gradients, guarded.init(params), params)
     assert not any(np.any(x) for x in jax.tree.leaves(step))
     step, state = plain_update(guarded)(tree(1), state, params)
     expected, _, _ = run_once(tree(1))
@@ -336,7 +331,7 @@ def test_one_compilation_and_extra_arguments():
     params, state = tree(), jax.jit(optimizer.init)(tree())
     for number in range(3):
         params, state = step(params, state, tree(number))
-    assert len(traces) == 1 and step._cache_size() == 1
+    assert len(traces) == 1
 
 
 def test_a_donated_state_is_reused():
@@ -350,36 +345,33 @@ def test_a_donated_state_is_reused():
 
 
 def test_schedules():
-    schedule = optax.linear_schedule(1e-2, 1e-3, 2)
+    schedule: Any = optax.linear_schedule(1e-2, 1e-3, 2)
     steps, _, _ = run(logra(schedule, RANK), 3)
     params = tree()
     for number, step in enumerate(steps):
         ratio = np.divide(*sizes(SKETCHED, step, params))
         assert ratio == pytest.approx(float(schedule(number)), rel=1e-5)
         params = optax.apply_updates(params, step)
-    constant, _, _ = run(logra(lambda _: RATE, RANK), 2)
-    number, _, _ = run(PLAIN, 2)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), constant, number)
     assert pytest.approx(1 / 30) == DENSE_SHARE
-    assert abs(float(constant[0]["scale"])) == pytest.approx(RATE / 30, rel=1e-4)
+    assert abs(float(steps[0]["scale"])) == pytest.approx(1e-2 / 30, rel=1e-3)
+    number, _, _ = run(PLAIN, 1)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), steps[0], number[0])
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_inject_hyperparams(jit):
+def test_inject_hyperparams():
     static = ("rank", "seed", "axis")
     make = optax.inject_hyperparams(logra, static_args=static)
     injected, plain = make(RATE, RANK, weight_decay=0.1), logra(RATE, RANK, weight_decay=0.1)
-    wrap = jax.jit if jit else lambda f: f
     params, gradients = tree(), tree(1)
-    state = wrap(injected.init)(params)
+    state, update = jax.jit(injected.init)(params), jax.jit(injected.update)
     assert set(state.hyperparams) == {"learning_rate", "b2", "eps", "weight_decay"}
-    step, state = wrap(injected.update)(gradients, state, params)
-    expected, after = wrap(plain.update)(gradients, wrap(plain.init)(params), params)
+    step, state = update(gradients, state, params)
+    expected, after = plain_update(plain)(gradients, plain.init(params), params)
     close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-8)  # noqa: E731
     jax.tree.map(close, (step, state.inner_state), (expected, after))
     state.hyperparams["learning_rate"] = jnp.float32(2 * RATE)
     state.hyperparams["weight_decay"] = jnp.float32(0)
-    step, _ = wrap(injected.update)(gradients, state, params)
+    step, _ = update(gradients, state, params)
     assert np.divide(*sizes(SKETCHED, step, params)) == pytest.approx(2 * RATE, rel=1e-4)
 
 
@@ -395,7 +387,7 @@ def test_inject_hyperparams_says_what_is_static():
 def test_multi_steps(dtype):
     """Two microbatches count as one update of their mean."""
     optimizer = optax.MultiSteps(logra(RATE, RANK), every_k_schedule=2)
-    params, one, two = tree(0, dtype), tree(1, dtype), tree(2, dtype)
+    params, one, two = ({"wide": tree(n, dtype)["wide"]} for n in range(3))
     state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
     step, state = update(one, state, params)
     assert not any(np.any(x) for x in jax.tree.leaves(step))
@@ -411,15 +403,16 @@ def test_multi_steps(dtype):
 
 
 def test_masked_and_chained():
-    params, gradients = tree(), tree(1)
-    masked = optax.masked(logra(RATE, RANK), {name: name != "wide" for name in params})
-    step, _, _ = run_once(gradients, masked)
-    np.testing.assert_array_equal(step["wide"], gradients["wide"])
-    assert np.divide(*sizes(SKETCHED[1:], step, params)) == pytest.approx(RATE, rel=1e-5)
+    params, gradients = ({**tree(n), "other": random(8, 8, seed=n)} for n in (0, 1))
+    masked = optax.masked(PLAIN, {name: name != "other" for name in params})
+    step, _, _ = run_once(gradients, masked, params)
+    np.testing.assert_array_equal(step["other"], gradients["other"])
+    assert np.divide(*sizes(SKETCHED, step, params)) == pytest.approx(RATE, rel=1e-5)
+    gradients, params = tree(1), tree()
     chained = optax.chain(optax.clip_by_global_norm(1.0), logra(RATE, RANK), optax.scale(0.5))
     step, _, _ = run_once(gradients, chained)
     alone, _, _ = run_once(gradients)
-    np.testing.assert_allclose(step["stack"], 0.5 * alone["stack"], rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(step["wide"], 0.5 * alone["wide"], rtol=1e-4, atol=1e-7)
 
 
 def test_map_params():
