@@ -67,7 +67,9 @@ def calibrate(
         passes: most gradients to compute.
         risk: "squared" or "paper".
         seed: of the joint policies.
-        resume: file that every measurement is added to, and where an earlier call's are found.
+        resume: file that every measurement is added to, and where an earlier call's are found: of
+            the same settings and the same values of params, args and microbatches. One exact
+            gradient is computed again, which a loss that has changed does not reproduce.
         progress: show a bar, or a line now and then off a terminal; default: a bar on a terminal.
 
     Returns:
@@ -76,7 +78,7 @@ def calibrate(
     Raises:
         TypeError: an argument of a wrong kind.
         ValueError: fewer microbatches than `count`, one without exposure, too few passes, no policy
-            that compresses, or an unknown `risk`.
+            that compresses, an unknown `risk`, or another calibration's measurements in `resume`.
         FloatingPointError: an exact gradient that is not finite; names the microbatch. An
             intervention that is not finite is logged with its block, and may not be used.
 
@@ -117,8 +119,12 @@ def calibrate(
             "more, or ask for fewer with count=."
         )
     microbatches = microbatches[:count]
-    record = Record(resume, how.identity, digest([content(m) for m in microbatches]))
+    values = "" if resume is None else digest([content(m) for m in (params, args, *microbatches)])
+    record = Record(resume, how.identity, values)
     probe = _Probe(loss, params, microbatches[0], entries, blocks.count, args)
+    if known := record.exact():
+        again = probe(microbatches[known.micro], [0] * blocks.count, keep=True)
+        record.check(known, again.exposure, again.norm)
     total, done = sum(map(len, schedule)) + count, len(record.rows)
     with Bar(progress, total, "gradient", every=LINES, done=done) as bar:
         size = per_update or count

@@ -18,6 +18,9 @@ from hilore_jax.planning.memory_cache import write_whole
 
 _LOG = logging.getLogger("hilore_jax")
 
+# How far the same loss may come out elsewhere: a calibration can go on on another device.
+_EXPOSURE_DIGITS, _NORM_DIGITS = 1e-3, 1e-2
+
 
 def check_record(path: str | Path, identity: str) -> None:
     """Refuses a file with measurements of another calibration, before there are microbatches.
@@ -51,10 +54,10 @@ class Record:
     Args:
         path: the file, or None.
         identity: as for `check_record`.
-        content: a hash of the microbatches.
+        content: a hash of the values that are measured: parameters, arguments, microbatches.
 
     Raises:
-        ValueError: as `check_record`, or measurements on other microbatches.
+        ValueError: as `check_record`, or measurements of other values.
     """
 
     def __init__(self, path: str | Path | None, identity: str, content: str):
@@ -68,14 +71,37 @@ class Record:
         body = _body(self._path, identity)
         if body["content"].text() != content:
             raise ValueError(
-                f"{path} holds measurements on other microbatches (the task, its sampling or the "
-                "weights differ). Name another file, or remove it."
+                f"{path} holds measurements of other weights, arguments of the loss or "
+                "microbatches (the task or its sampling differs). Name another file, or remove it."
             )
         self.rows = [_read_row(row) for row in body["rows"].items()]
         norms = body["norms"]
         values = norms.value if isinstance(norms.value, dict) else norms.refuse("an object")
         self.norms = {name: norms.at(each, name).number() for name, each in values.items()}
         self.seconds = body["seconds"].number()
+
+    def exact(self) -> Row | None:
+        """The first exact gradient on record."""
+        return next((row for row in self.rows if not row.chosen), None)
+
+    def check(self, row: Row, exposure: float, norm: float) -> None:
+        """Refuses measurements whose exact gradient does not come out again.
+
+        Args:
+            row: an exact gradient on record.
+            exposure: of its microbatch, now.
+            norm: of its gradient, now.
+
+        Raises:
+            ValueError: either is another number, beyond rounding: the loss is not the same.
+        """
+        same = math.isclose(exposure, row.exposure, rel_tol=_EXPOSURE_DIGITS)
+        if not (same and math.isclose(norm, row.norm, rel_tol=_NORM_DIGITS)):
+            raise ValueError(
+                f"{self._path} holds an exact gradient of microbatch {row.micro} of norm "
+                f"{row.norm:.6g} at exposure {row.exposure:.6g}; now they are {norm:.6g} and "
+                f"{exposure:.6g}: the loss is another one. Name another file, or remove it."
+            )
 
     def has(self, micro: int, index: Sequence[int]) -> bool:
         """Whether a microbatch was measured under a choice."""
@@ -136,11 +162,14 @@ def row_of(micro: int, index: Sequence[int], found: Any, entries: Sequence[Polic
     return Row(micro, chosen, found.exposure, found.distance, found.norm, errors)
 
 
-def content(microbatch: Any) -> str:
-    """A hash of a microbatch's values."""
+def content(tree: Any) -> str:
+    """A hash of a tree's values, with their shapes and dtypes."""
     sha = hashlib.sha256()
-    for leaf in jax.tree.leaves(microbatch):
-        sha.update(np.ascontiguousarray(leaf).tobytes())
+    for leaf in jax.tree.leaves(tree):
+        keys = jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+        array = np.ascontiguousarray(jax.random.key_data(leaf) if keys else leaf)
+        sha.update(f"{array.dtype}{array.shape}".encode())
+        sha.update(array.view(np.uint8) if array.size and array.ndim else array.tobytes())
     return sha.hexdigest()
 
 

@@ -258,6 +258,30 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
         call(DATA[:2], count=2, passes=40)
 
 
+def test_measurements_go_on_only_with_the_values_and_the_loss_they_were_made_with(tmp_path):
+    def scaled(policies, stack, x, scale, key):
+        value, exposure = loss(policies, stack, x)
+        return scale * value + 0 * jax.random.uniform(key), exposure
+
+    def call(fn=scaled, stack=STACK, scale=1.0, seed=0, data=DATA[:2]):
+        args = (jnp.array(scale), jax.random.key(seed))
+        how = {"blocks": BLOCKS, "policies": [UP], "count": 2, "passes": 5, "args": args}
+        return hl.calibrate(fn, stack, data, resume=tmp_path / "part.json", **how)
+
+    made = call()
+    kept = (tmp_path / "part.json").read_bytes()
+    other = jax.tree.map(lambda w: w.at[0, 0].add(1e-6), STACK)
+    for changed in ({"stack": other}, {"scale": 2.0}, {"seed": 1}, {"data": DATA[2:]}):
+        with pytest.raises(ValueError, match="other weights, arguments of the loss or microbatch"):
+            call(**changed)
+    with pytest.raises(ValueError, match=r"exact gradient of microbatch 0.*the loss is another"):
+        call(lambda *args: (1.05 * scaled(*args)[0], scaled(*args)[1]))
+    with pytest.raises(ValueError, match="the loss is another"):
+        call(lambda *args: (scaled(*args)[0], 1.05 * scaled(*args)[1]))
+    assert (tmp_path / "part.json").read_bytes() == kept
+    assert call().measured == made.measured
+
+
 def test_bad_input():
     call = functools.partial(hl.calibrate, loss, STACK, blocks=BLOCKS, passes=40)
     with pytest.raises(ValueError, match="was given 4 microbatches, expected 16"):
