@@ -57,11 +57,13 @@ class Buckets:
 
         Args:
             exposure: of the microbatch, >= 0; an infinite one is covered by the last bucket only.
-            tokens: optimized tokens of the microbatch; None: the share that was planned for.
-            update_tokens: optimized tokens of the whole update.
+            tokens: optimized tokens of the microbatch.
+            update_tokens: optimized tokens of the whole update; both or neither: without them the
+                share that was planned for.
 
         Raises:
-            ValueError: the exposure is negative or NaN, or the tokens exceed the update's.
+            ValueError: the exposure is negative or NaN, the tokens exceed the update's, or only one
+                of the two is given.
 
         Example:
             >>> buckets = Buckets((0.5, 1.0, math.inf), (0.01, 0.01, 0.0))
@@ -123,8 +125,14 @@ class Buckets:
         return risk_share(budget, tokens, update_tokens, paper=self.paper)
 
     def _factor(self, tokens: int | None, update_tokens: int | None) -> float:
-        if tokens is None or update_tokens is None:
+        if tokens is None and update_tokens is None:
             return 1.0
+        if tokens is None or update_tokens is None:
+            raise ValueError(
+                f"tokens = {tokens} and update_tokens = {update_tokens}: expected both, whose "
+                "quotient is the microbatch's share of the risk budget, or neither, for the share "
+                "that was planned for."
+            )
         part = risk_share(1.0, tokens, update_tokens, paper=self.paper)
         return part / (self.share if self.paper else math.sqrt(self.share))
 

@@ -1,6 +1,7 @@
 """Budgets: bytes in people's spelling, and a bound on the gradient's relative error."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from hilore_jax.planning import expect
 _UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12} | {
     f"{letter}iB": 2 ** (10 * (i + 1)) for i, letter in enumerate("KMGT")
 }
+_LARGEST = 2**63 - 1  # bytes: what 64 bits hold
 _NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[0-9]+)?)"
 _BYTES = re.compile(_NUMBER + r"\s*([KMGT]?i?B)", re.IGNORECASE)
 _RELATIVE = re.compile(_NUMBER + r"\s*x[\s-]*gc", re.IGNORECASE)
@@ -57,7 +59,7 @@ class Budget:
     def times_gc(self) -> float | None:
         """The factor of a relative memory budget, or None."""
         match = _RELATIVE.fullmatch(self.memory.strip()) if isinstance(self.memory, str) else None
-        return float(match[1]) if match and float(match[1]) > 0 else None
+        return float(match[1]) if match and 0 < float(match[1]) < math.inf else None
 
     @property
     def nbytes(self) -> int:
@@ -77,12 +79,12 @@ def parse_bytes(text: int | str) -> int:
     """
     accepted = 'expected bytes as a whole number, "46GiB" or "48GB", or "1.10x gc".'
     if isinstance(text, int) and not isinstance(text, bool):
-        if text <= 0:
-            raise ValueError(f"a memory budget of {text} bytes: {accepted}")
+        if not 0 < text <= _LARGEST:
+            raise ValueError(f"a memory budget of {expect.shown(text)} bytes: {accepted}")
         return text
     match = _BYTES.fullmatch(text.strip()) if isinstance(text, str) else None
-    if match and (found := int(float(match[1]) * _BY_LOWER[match[2].lower()])) > 0:
-        return found
+    if match and 1 <= (found := float(match[1]) * _BY_LOWER[match[2].lower()]) < _LARGEST:
+        return int(found)
     if isinstance(text, str) and re.fullmatch(_NUMBER, text.strip()):
         raise ValueError(f'memory budget "{text}" has no unit (GiB, GB, ...): {accepted}')
     raise ValueError(f"memory budget {text!r} is not a size: {accepted}")

@@ -12,6 +12,7 @@ from hilore_jax.planning.files import read
 
 T = TypeVar("T")
 _SHOWN = 60  # characters of a found value in an error
+_LARGEST = 2**63 - 1  # of whole numbers: JSON has longer ones, which no float holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,15 +72,17 @@ class Field:
             self.refuse(f"a list of {least} or more")
         return [self.at(value, f"[{i}]") for i, value in enumerate(self.value)]
 
-    def whole(self, least: int = 0) -> int:
-        """A whole number."""
+    def whole(self, least: int = 0, most: int = _LARGEST) -> int:
+        """A whole number between bounds, which 64 bits hold."""
         if type(self.value) is not int or self.value < least:
             self.refuse(f"a whole number, {least} or more")
+        if self.value > most:
+            self.refuse(f"a whole number, {most} or less")
         return self.value
 
     def number(self, least: float = 0.0, above: float = -math.inf, most: float = math.inf) -> float:
         """A finite number between bounds."""
-        good = type(self.value) in (int, float) and math.isfinite(self.value)
+        good = self._is_number() and math.isfinite(self.value)
         if not good or not (self.value >= least and above < self.value <= most):
             bounds = [f"of {least:g} or more"] * (least > -math.inf and least > above)
             bounds += [f"above {above:g}"] * (above >= least)
@@ -89,9 +92,17 @@ class Field:
 
     def any_number(self) -> float:
         """A number, whichever: not finite too."""
-        if type(self.value) not in (int, float):
+        if not self._is_number():
             self.refuse("a number")
         return float(self.value)
+
+    def number_or_inf(self) -> float:
+        """A number of 0 or more, or infinity in Python's spelling of it."""
+        return math.inf if self.value == math.inf else self.number()
+
+    def _is_number(self) -> bool:
+        kind = type(self.value)
+        return kind is float or (kind is int and abs(self.value) <= _LARGEST)
 
     def number_or_infinity(self) -> float:
         """A number of 0 or more, or null, which stands for infinity: JSON has no word for it."""
@@ -101,6 +112,12 @@ class Field:
         """A text, not empty, or one of some."""
         if not isinstance(self.value, str) or not self.value or (among and self.value not in among):
             self.refuse(f"one of {', '.join(among)}" if among else "a text")
+        return self.value
+
+    def any_text(self) -> str:
+        """A text, which may be empty."""
+        if not isinstance(self.value, str):
+            self.refuse("a text")
         return self.value
 
     def flag(self) -> bool:

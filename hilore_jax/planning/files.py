@@ -68,6 +68,12 @@ KINDS: dict[str, Kind] = {
     "model": _kind(
         "a model's config.json", "num_hidden_layers | architectures", "--model, as its folder"
     ),
+    "record": _kind(
+        "a record of exposures",
+        "step sequences exposure",
+        "hilore exposure, as its run folder",
+        "hilore train --log-exposure-every 1 writes one an update",
+    ),
     "settings": _kind(
         "the settings of a run", "run_dir policy updates", "hilore exposure, as its folder"
     ),

@@ -17,7 +17,7 @@ from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.plan import Blocks, Plan, runs
 from hilore_jax.planning.refined import refined_segments
 from hilore_jax.planning.request import check_ladder, check_request
-from hilore_jax.planning.rungs import never_slower, planned, planner
+from hilore_jax.planning.rungs import check_finite, never_slower, planned, planner
 from hilore_jax.planning.solve import Update
 from hilore_jax.planning.target import Target
 
@@ -74,6 +74,7 @@ class Ladder:
                 f"the ladder's plans were calibrated at gradient norms {sorted(map(str, norms))}: "
                 "expected one calibration for all of them."
             )
+        check_finite(self.risk)
         allowed = microbatch_risk(self.risk, self.share, paper=self.paper)
         for edge, made in zip(self.edges[:-1], self.plans[:-1], strict=True):
             if not made.risk <= allowed * (1 + 1e-12):
@@ -241,6 +242,7 @@ def plan_ladder(
     asked = {"update": update, "args": args, "blocks": blocks, "budget": budget, "target": target}
     check_request("hl.plan_ladder", **asked, calibration=calibration)
     check_ladder(exposures, share, most, plan_at, options)
+    check_finite(budget.risk)
     if exposures is None and calibration is None:
         raise ValueError("hl.plan_ladder needs exposures, or a calibration that has them.")
     edges = power_of_two_edges(calibration.exposures if exposures is None else exposures, most)

@@ -26,6 +26,8 @@ _LATER: dict[str, tuple[int, Any]] = {
 }
 """Fields that older files lack: the schema that brought each, and what they mean without it."""
 
+_BLOCKS = 100_000  # more than any model has: a count that is damaged must not fill the memory
+
 
 def plan_fields(plan: Plan) -> dict[str, Any]:
     """A plan as JSON values."""
@@ -86,14 +88,14 @@ def read_plan(schema: int, file: Field, situation: Mapping[str, str] | None = No
         policy
         for run in found["policies"].items(1)
         for count, policy in [run.pair("[count, policy]")]
-        for policy in [policy.policy()] * count.whole(1)
+        for policy in [policy.policy()] * count.whole(1, _BLOCKS)
     )
     menu = tuple(_entry(each) for each in found["menu"].items(1))
     plan = Plan(
         policies=policies,
         menu=menu,
         target=found["target"].text(),
-        risk_budget=_positive_or_infinite(found["risk_budget"]),
+        risk_budget=found["risk_budget"].number_or_inf(),
         budget=found["budget"].whole(1),
         baseline=found["baseline"].maybe(lambda f: f.whole(1)),
         gc=_memory(found["gc"]),
@@ -104,7 +106,7 @@ def read_plan(schema: int, file: Field, situation: Mapping[str, str] | None = No
         fingerprint=found["fingerprint"].texts(),
         trials=tuple(_trial(each) for each in found["trials"].items()),
         block_risks=found["block_risks"].maybe(lambda f: _risks(f, len(policies), len(menu))),
-        exposure=found["exposure"].maybe(_positive_or_infinite),
+        exposure=found["exposure"].maybe(Field.number_or_inf),
         paper=found["paper"].flag(),
         accepted=found["accepted"].maybe(Field.flag),
         acceptance=found["acceptance"].maybe(_acceptance),
@@ -142,11 +144,6 @@ def _together(field: Field, wanted: bool, why: str) -> None:
     there = field.value is not None
     if there != wanted:
         field.damaged(f"{field.where} is {'there' if there else 'null'}, but {why}")
-
-
-def _positive_or_infinite(field: Field) -> float:
-    """A number of 0 or more; Python's JSON has a word for infinity."""
-    return math.inf if field.value == math.inf else field.number()
 
 
 def _entry(field: Field) -> Entry:

@@ -56,3 +56,16 @@ def planner(
         return made
 
     return at
+
+
+def check_finite(risk: float) -> None:
+    """Refuses a ladder without a bound: all its buckets would be the same.
+
+    Raises:
+        ValueError: R is infinite.
+    """
+    if risk == math.inf:
+        raise ValueError(
+            "a ladder's R is infinite: expected a finite relative error, which is what its buckets "
+            "differ by. Without a bound on the error make one plan, hl.plan."
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from hilore_jax.planning.fields import Field, parsed
 from hilore_jax.training.exposures import Record, read_record, record_paths
 from hilore_jax.training.metrics import read_metrics
+
+SERIES = ("exposure", "risk_used", "risk_budget", "gradient_error", "predicted_error")
+"""Metrics of updates that are drawn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +90,37 @@ def explore(folder: Path | str, update: int = 0) -> ExploredRun:
         update = next((n for n in newest if any(read_record(paths[n]).exposure)), newest[0])
     if update not in paths:
         raise ValueError(f"update {update} was not recorded; recorded are {sorted(paths)}.")
-    settings = folder / "config.json"
     return ExploredRun(
         folder,
-        json.loads(settings.read_text()) if settings.is_file() else {},
-        tuple(read_metrics(folder / "metrics.jsonl")),
+        _settings(folder / "config.json"),
+        tuple(_metrics(folder / "metrics.jsonl")),
         tuple(sorted(paths)),
         read_record(paths[update]),
     )
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    found = parsed(path, "settings", "Remove it: it is only for the title.")
+    if not isinstance(found.value, dict):
+        found.refuse("an object")
+    for name in ("model", "task", "ladder", "plan", "policy"):
+        found.at(found.value.get(name) or "", name).any_text()
+    return found.value
+
+
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    lines = read_metrics(path)
+    for number, line in enumerate(lines, 1):
+        remedy = "Remove that line to go on."
+        found = Field(line, path, "metrics", remedy, f"line {number}")
+        found.at(line.get("step"), "step").whole(1)
+        for name in SERIES:
+            found.at(line.get(name), name).maybe(Field.any_number)
+        for value in found.at(line.get("micro_exposure") or [], "micro_exposure").items():
+            value.maybe(Field.any_number)
+    return lines
 
 
 def heat_of(run: ExploredRun, by: str, most: int) -> list[tuple[int, list[str], np.ndarray]]:

@@ -12,12 +12,19 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from hilore_jax.grpo import exposure
+from hilore_jax.planning.fields import Field, Format, read_json
 from hilore_jax.training.experience import Experience, TextTokenizer
 
 FOLDER = "exposure"  # in the run folder, a file an update
 # What bounds a record's size, and that of the folder (about 20 MB at the most).
 SEQUENCES, TOKENS, PROMPT, RECORDS = 16, 1024, 2000, 50
 _SCHEMA = 1
+_FORMAT = Format(
+    "record",
+    (_SCHEMA,),
+    "remove it, and train again with --log-exposure-every to have another",
+    ("step", "sequences"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,27 +173,44 @@ def read_record(path: Path) -> Record:
     """Reads what `write_record` wrote.
 
     Raises:
-        ValueError: a damaged file, or one of another version.
+        ValueError: a damaged file (names the field, what was found and what was expected), or one
+            of another version.
     """
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        if found.pop("schema") != _SCHEMA:
-            raise ValueError("it was written by another version")
-        kept = found.pop("sequences")
-        lists: dict[str, Any] = {
-            name: tuple(v) if isinstance(v, list) else v for name, v in found.items()
-        }
-        return Record(**lists, sequences=tuple(_completion(one) for one in kept))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not a record of exposures ({error}); remove it, and train again with "
-            "--log-exposure-every to have another"
-        ) from error
+    _, file = read_json(path, _FORMAT)
+    found = file.fields([f.name for f in dataclasses.fields(Record)])
+    record = Record(
+        found["step"].whole(1),
+        tuple(each.whole() for each in found["group"].items()),
+        tuple(int(each.number(least=-1.0)) for each in found["micro"].items()),
+        tuple(each.any_number() for each in found["reward"].items()),
+        tuple(each.any_number() for each in found["advantage"].items()),
+        tuple(each.any_number() for each in found["exposure"].items()),
+        tuple(each.whole() for each in found["tokens"].items()),
+        tuple(_completion(each) for each in found["sequences"].items()),
+    )
+    rows = len(record.group)
+    for name in ("micro", "reward", "advantage", "exposure", "tokens"):
+        if len(getattr(record, name)) != rows:
+            found[name].damaged(f"{name} has {len(getattr(record, name))} rows, group has {rows}")
+    for field, sequence in zip(found["sequences"].items(), record.sequences, strict=True):
+        if sequence.row >= rows:
+            field.damaged(f"{field.where}.row is {sequence.row}, but there are {rows} rows")
+    return record
 
 
-def _completion(values: dict[str, Any]) -> Completion:
-    lists = ("tokens", "pieces", "omega")
-    return Completion(**{**values, **{name: tuple(values[name]) for name in lists}})
+def _completion(field: Field) -> Completion:
+    found = field.fields([f.name for f in dataclasses.fields(Completion)])
+    made = Completion(
+        found["row"].whole(),
+        found["prompt"].any_text(),
+        tuple(each.whole() for each in found["tokens"].items()),
+        tuple(each.any_text() for each in found["pieces"].items()),
+        tuple(each.any_number() for each in found["omega"].items()),
+    )
+    lengths = {len(made.tokens), len(made.pieces), len(made.omega)}
+    if len(lengths) > 1:
+        field.damaged(f"{field.where} has tokens, pieces and omega of lengths {sorted(lengths)}")
+    return made
 
 
 def _short(value: Any) -> float:

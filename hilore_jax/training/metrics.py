@@ -64,7 +64,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a metrics file; a last line cut short by an interruption is left out.
 
     Raises:
-        ValueError: a line before the last is not JSON.
+        ValueError: a line before the last is not JSON, or one is no object.
     """
     lines = path.read_text().splitlines()
     metrics = []
@@ -77,6 +77,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                     f"{path}, line {number} is not JSON ({error}); remove that line to go on"
                 ) from error
             logger.warning("%s: dropped the last line, which was cut short", path)
+            continue
+        if not isinstance(metrics[-1], dict):
+            raise ValueError(
+                f"{path}, line {number} is {line[:60]}, expected an object; remove that line to "
+                "go on"
+            )
     return metrics
 
 

@@ -122,6 +122,9 @@ def test_refused_exposures(value):
 
 
 def test_refused_shares_budgets_and_edges():
+    for one in ({"tokens": 4}, {"update_tokens": 8}):
+        with pytest.raises(ValueError, match="expected both, whose quotient"):
+            BUCKETS.select(0.5, **one)
     with pytest.raises(ValueError, match="microbatch of 9 tokens in an update of 8"):
         BUCKETS.select(1.0, 9, 8)
     with pytest.raises(ValueError, match=r"R = -0\.1"):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -271,7 +272,13 @@ def test_measurements_go_on_only_with_the_values_and_the_loss_they_were_made_wit
     made = call()
     kept = (tmp_path / "part.json").read_bytes()
     other = jax.tree.map(lambda w: w.at[0, 0].add(1e-6), STACK)
-    for changed in ({"stack": other}, {"scale": 2.0}, {"seed": 1}, {"data": DATA[2:]}):
+    changes: tuple[dict[str, Any], ...] = (
+        {"stack": other},
+        {"scale": 2.0},
+        {"seed": 1},
+        {"data": DATA[2:]},
+    )
+    for changed in changes:
         with pytest.raises(ValueError, match="other weights, arguments of the loss or microbatch"):
             call(**changed)
     with pytest.raises(ValueError, match=r"exact gradient of microbatch 0.*the loss is another"):

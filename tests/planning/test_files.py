@@ -31,6 +31,8 @@ def files(tmp_path):
     found["model"].write_text('{"architectures": ["LlamaForCausalLM"]}')
     settings = {"run_dir": "runs/x", "policy": "gc", "updates": 1, "plan": ""}
     found["settings"].write_text(json.dumps(settings))
+    record = {"schema": 1, "step": 1, "sequences": [], "exposure": []}
+    found["record"].write_text(json.dumps(record))
     return found
 
 

@@ -123,17 +123,16 @@ def test_no_risk_budget_compresses_nothing_at_any_exposure():
 
 def test_what_is_not_measured_or_not_a_share_is_refused_before_planning():
     def refused(message, **options):
-        options = {"exposures": [1.0], **options}
+        options = {"exposures": [1.0], "budget": hl.Budget("2x gc"), **options}
         with pytest.raises(ValueError, match=message):
-            plan_ladder(
-                update, arguments, blocks=BLOCKS, budget=hl.Budget("2x gc"), target=CPU, **options
-            )
+            plan_ladder(update, arguments, blocks=BLOCKS, target=CPU, **options)
 
     refused("needs a calibration")
     refused("needs exposures", exposures=None)
     refused("exposures hold -1", exposures=[-1.0])
     refused("exposures hold nan", exposures=[math.nan])
     refused(r"share = 1\.5", share=1.5)
+    refused("R is infinite", budget=hl.Budget("2x gc", math.inf))
     refused("must compress nothing", plan_at=lambda exposure: made().plans[0])
     with pytest.raises(ValueError, match=r"risk=-0\.1"):
         hl.Budget("2x gc", -0.1)
@@ -142,6 +141,8 @@ def test_what_is_not_measured_or_not_a_share_is_refused_before_planning():
 def test_a_plan_above_its_budget_and_a_wrong_count_are_refused():
     ladder = made()
     assert ladder.plans[0].risk > 0.001
+    with pytest.raises(ValueError, match="R is infinite"):
+        dataclasses.replace(ladder, risk=math.inf)
     with pytest.raises(ValueError, match="has risk"):
         dataclasses.replace(ladder, risk=0.001)
     with pytest.raises(ValueError, match="4 plans for 3 buckets"):

@@ -24,6 +24,7 @@ from hilore_jax.planning.measurements import Record
 N = 3
 W, X = jnp.ones((N, 4, 4)) / 4, jnp.ones((64, 4))
 WRONG = {"null": None, "text": "?", "nothing": [], "negative": -1, "half": 0.5, "true": True}
+WRONG |= {"long": 10**400, "huge": 10**18}
 OURS = (
     "is a damaged",
     "is not a",
@@ -31,7 +32,7 @@ OURS = (
     "made for another situation",
     "another model shape",
     "another calibration",
-    "on other microbatches",
+    "holds measurements of other",
 )
 
 

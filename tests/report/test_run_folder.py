@@ -47,6 +47,24 @@ def test_a_folder_without_records_names_the_remedy(run_folder, tmp_path):
         explore(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("config.json", "{", "config.json is not a settings file"),
+        ("config.json", "[]", "config.json is a damaged settings file: all of it is"),
+        ("config.json", '{"plan": 3}', "plan is 3, expected a text"),
+        ("metrics.jsonl", "[]\n", r"line 1 is \[\], expected an object; remove"),
+        ("metrics.jsonl", '{"loss": 1}\n', r"line 1\.step is null"),
+        ("metrics.jsonl", '{"step": 1, "risk_used": "a"}\n', r"line 1\.risk_used is \"a\""),
+        ("metrics.jsonl", '{"step": 1, "micro_exposure": [[]]}\n', r"micro_exposure\[0\] is \[\]"),
+    ],
+)
+def test_damaged_files_are_named(run_folder, name, text, said):
+    (run_folder / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        explore(run_folder)
+
+
 def test_heat_is_the_states_or_the_tokens(run_folder):
     run = explore(run_folder)
     (row, pieces, heat), (other, short, _) = heat_of(run, "state", 5)

@@ -84,12 +84,36 @@ def test_records_are_read_as_written_and_the_newest_stay(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", json.dumps({"schema": 99}), json.dumps({"schema": 1, "sequences": []})]
+    "text", ["{", "[]", json.dumps({"schema": 99}), json.dumps({"schema": 1, "tokens": []})]
 )
 def test_a_damaged_record_is_named(tmp_path, text):
     path = tmp_path / "00000001.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"00000001\.json is not a record .*--log-exposure-every"):
+        read_record(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("group",), [0, "1", 1], r"group\[1\] is \"1\""),
+        (("exposure",), [1.0], "exposure has 1 rows, group has"),
+        pytest.param(("tokens", 0), 10**400, "tokens.0. is 1000", id="long"),
+        (("sequences", 0, "row"), 99, r"sequences\[0\]\.row is 99"),
+        (("sequences", 0, "omega"), [], "of lengths"),
+        (("sequences", 0), None, "expected an object with the fields row"),
+        (("reward",), {}, "reward is {}, expected a list"),
+    ],
+)
+def test_a_damaged_field_of_a_record_is_named(tmp_path, place, value, said):
+    write_record(tmp_path, record())
+    (path,) = record_paths(tmp_path)
+    whole = part = json.loads(path.read_text())
+    for step in place[:-1]:
+        part = part[step]
+    part[place[-1]] = value
+    path.write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match=rf"damaged record file: .*{said}"):
         read_record(path)
 
 
