@@ -169,7 +169,7 @@ def content(tree: Any) -> str:
         keys = jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
         array = np.ascontiguousarray(jax.random.key_data(leaf) if keys else leaf)
         sha.update(f"{array.dtype}{array.shape}".encode())
-        sha.update(array.view(np.uint8) if array.size and array.ndim else array.tobytes())
+        sha.update(array.reshape(-1).view(np.uint8).data)
     return sha.hexdigest()
 
 
