@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hilore_jax.actions import Policy
@@ -166,7 +167,7 @@ def content(tree: Any) -> str:
     """A hash of a tree's values, with their shapes and dtypes."""
     sha = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
-        keys = jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+        keys = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         array = np.ascontiguousarray(jax.random.key_data(leaf) if keys else leaf)
         sha.update(f"{array.dtype}{array.shape}".encode())
         sha.update(array.reshape(-1).view(np.uint8).data)
