@@ -14,6 +14,7 @@ from hilore_jax.models.linear import LinearFactory
 from hilore_jax.models.lora import dense_or_lora
 from hilore_jax.models.names import named
 from hilore_jax.models.rope import rotate
+from hilore_jax.models.sharding import by_rows
 
 Heads = tuple[
     Float[Array, "batch seq q_width"],
@@ -100,7 +101,7 @@ class Block(nnx.Module):
         Returns:
             The residual stream after the block.
         """
-        x = named(x, "block_in")
+        x = named(by_rows(x), "block_in")
         q, k, v = self.heads(x, cos, sin)
         return self.finish(x, self.attend(q, k, v, mask))
 

@@ -6,9 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from hilore_jax.models.config import DecoderConfig
+from hilore_jax.models.sharding import gathered
 
 LinearFactory = Callable[..., Any]
 """`factory(name, config, *, rngs)` returns a module `x [..., in] -> y [..., out]`."""
@@ -43,7 +45,11 @@ class Dense(nnx.Module):
         zeros = jnp.zeros(d_out, config.storage_dtype)
         self.bias = nnx.Param(zeros) if has_bias(name, config) else None
 
+    def weight(self, dtype: DTypeLike) -> Float[Array, "d_in d_out"]:
+        """The kernel in a dtype, whole on every device: cast before it is gathered."""
+        return gathered(self.kernel[...].astype(dtype))
+
     def __call__(self, x: Float[Array, "*rows d_in"]) -> Float[Array, "*rows d_out"]:
         """Applies the map to the last axis of x, in the dtype of x."""
-        y = x @ self.kernel[...].astype(x.dtype)
+        y = x @ self.weight(x.dtype)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)

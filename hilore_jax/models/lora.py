@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.linear import Dense
 from hilore_jax.models.names import named
+from hilore_jax.models.sharding import gathered
 
 
 class LoraDense(Dense):
@@ -49,7 +50,7 @@ class LoraDense(Dense):
 
     def __call__(self, x: Float[Array, "*rows d_in"]) -> Float[Array, "*rows d_out"]:
         """Applies the base map and the adapter to the last axis of x."""
-        a, b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
+        a, b = (gathered(v[...].astype(x.dtype)) for v in (self.lora_a, self.lora_b))
         return super().__call__(x) + (named(x @ a, "lora_hidden") @ b) * self.scale
 
     def delta(self) -> Float[Array, "*blocks d_in d_out"]:

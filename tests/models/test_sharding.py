@@ -1,0 +1,117 @@
+"""Decoders on a mesh: the same numbers, rows and kernels in parts, and kernels gathered."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import NamedSharding as Named
+
+import hilore_jax as hl
+from hilore_jax.models import sharding
+from hilore_jax.models.block import Block
+from hilore_jax.models.config import DecoderConfig, LoraConfig
+from hilore_jax.models.decoder import Decoder
+
+# Kernels larger than activations: the compiler by itself would rather gather rows than kernels.
+ROWS, SEQ, D, FF = 2, 5, 48, 200
+CONFIG = DecoderConfig(
+    vocab_size=18,
+    d_model=D,
+    d_ff=FF,
+    n_layers=2,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=8,
+    tie_embeddings=False,
+)
+POLICIES = (hl.Policy({}),) * 2
+
+
+def gradient(params, tokens, graphdef):
+    def loss(params):
+        model = nnx.merge(graphdef, params)
+        hidden = model.hidden(tokens, policies=POLICIES)
+        return jnp.sum(hl.grpo.token_logprobs(hidden, model.unembedding(), tokens) ** 2)
+
+    return jax.grad(loss)(params)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=3)])
+def test_gradients_on_a_mesh_are_the_same_and_no_device_has_all_rows(lora):
+    config = dataclasses.replace(CONFIG, lora=lora)
+    graphdef, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
+    tokens = jax.random.randint(jax.random.key(1), (ROWS, SEQ), 0, 18)
+    run = jax.jit(gradient, static_argnums=2)
+    alone = run(params, tokens, graphdef)
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "fsdp"))
+    placed = jax.device_put(params, sharding.parameter_sharding(params, mesh))
+    rows = jax.device_put(tokens, Named(mesh, PartitionSpec(("data", "fsdp"))))
+    with jax.set_mesh(mesh):
+        compiled = run.lower(placed, rows, graphdef).compile()
+        found = compiled(placed, rows)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, alone)
+    kernel = placed["segments"][0]["up_proj"]["kernel"].get_value()
+    assert kernel.sharding.shard_shape(kernel.shape) == (2, D // 2, FF)
+    text = compiled.as_text() or ""
+    assert re.search(rf"f32\[(1,)?{D},{FF}\]\S* all-gather\(", text)
+    # Wide activations: half of the rows on each device, never all of them.
+    assert f"[{ROWS // 2},{SEQ},{FF}]" in text or f"[{ROWS // 2 * SEQ},{FF}]" in text
+    assert f"[{ROWS},{SEQ},{FF}]" not in text and f"[{ROWS * SEQ},{FF}]" not in text
+
+
+@pytest.mark.parametrize(("lora", "constraints"), [(None, 1 + 7), (LoraConfig(rank=3), 1 + 3 * 7)])
+def test_a_block_gathers_each_kernel_and_keeps_its_rows_apart(lora, constraints):
+    config = dataclasses.replace(CONFIG, lora=lora)
+    graphdef, params = nnx.split(Block(config, rngs=nnx.Rngs(0)))
+    x, half = jnp.ones((ROWS, SEQ, D)), jnp.ones((1, SEQ, 4))
+    auto = (AxisType.Auto,) * 2
+
+    def block(params, x):
+        return nnx.merge(graphdef, params)(x, half, half)
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1, 2), ("data", "fsdp"), axis_types=auto)):
+        program = str(jax.make_jaxpr(block)(params, x))
+    assert program.count("sharding_constraint") == constraints
+    assert "sharding_constraint" not in str(jax.make_jaxpr(block)(params, x))
+
+
+def test_without_a_mesh_or_with_axes_of_other_names_nothing_is_constrained():
+    x, kernel = jnp.ones((4, 3)), jnp.ones((3, 2))
+
+    def count(mesh):
+        def fn(x, kernel):
+            return sharding.by_rows(x) @ sharding.gathered(kernel)
+
+        if mesh is None:
+            return str(jax.make_jaxpr(fn)(x, kernel)).count("sharding_constraint")
+        with jax.sharding.use_abstract_mesh(mesh):
+            return str(jax.make_jaxpr(fn)(x, kernel)).count("sharding_constraint")
+
+    auto = (AxisType.Auto,) * 2
+    assert count(None) == 0
+    assert count(AbstractMesh((1, 2), ("rows", "model"), axis_types=auto)) == 0
+    assert count(AbstractMesh((1, 2), ("data", "fsdp"), axis_types=auto)) == 2
+    assert count(AbstractMesh((2,), ("data",), axis_types=auto[:1])) == 1  # rows alone
+    assert count(AbstractMesh((1, 3), ("data", "fsdp"), axis_types=auto)) == 1  # 4 rows: kernels
+
+
+def test_what_is_cut_and_what_is_copied():
+    mesh = AbstractMesh((2, 4), ("data", "fsdp"))
+    shapes = {
+        "stack": jax.ShapeDtypeStruct((3, 8, 5), jnp.bfloat16),
+        "table": jax.ShapeDtypeStruct((12, 5), jnp.float32),
+        "odd": jax.ShapeDtypeStruct((3, 6, 8), jnp.float32),
+        "bias": jax.ShapeDtypeStruct((8,), jnp.float32),
+        "keys": jax.ShapeDtypeStruct((4, 2), jnp.uint32),
+        "step": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+    specs = {k: s.spec for k, s in sharding.parameter_sharding(shapes, mesh).items()}
+    cut = {"stack": PartitionSpec(None, "fsdp", None), "table": PartitionSpec("fsdp", None)}
+    assert specs == {**dict.fromkeys(shapes, PartitionSpec()), **cut}
+    with pytest.raises(ValueError, match=r"axes \('data',\), expected one named 'fsdp'"):
+        sharding.parameter_sharding(shapes, AbstractMesh((2,), ("data",)))
