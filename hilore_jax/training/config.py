@@ -51,7 +51,7 @@ class TrainConfig:
     """A plan's JSON file; its policies go before `policy`. The command takes model, adapters, batch
     and dtype from it where they are not given."""
     allow_rejected: bool = False
-    """Use a plan that `hilore accept` rejected."""
+    """Use a plan that `hilore accept` rejected, or a ladder that has one."""
     gate: bool = False
     """With a calibrated plan: blocks decode or recompute as the exposure of the update allows."""
     risk: float = 0.015
