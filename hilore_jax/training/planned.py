@@ -81,12 +81,18 @@ def gate_options(made: Plan) -> dict[str, Any]:
         as in the `paper`, and the `norm` in the coefficients.
 
     Raises:
-        ValueError: the plan has no calibrated risks.
+        ValueError: the plan has no calibrated risks, or only those at exposure 0.
     """
-    if made.block_risks is None or not made.exposure:
+    if made.block_risks is None or made.exposure is None:
         raise ValueError(
             "the gate needs risks measured by exposure, which this plan has not: plan with a "
             "calibration, hilore plan --calibration calibration.json."
+        )
+    if made.exposure == 0:
+        raise ValueError(
+            "the gate needs to know how risks grow with exposure, and this plan is for exposure 0, "
+            "at which all of them are 0: plan for more, hilore plan --calibration "
+            "calibration.json without --exposure 0."
         )
     gc = max(entry.seconds for entry in made.menu)
     return {

@@ -163,9 +163,9 @@ def test_a_plan_that_compresses_is_for_all_of_its_bucket(exposure, tmp_path):
     message = "up to exposure 1 compresses, with risks that are for .*exposure=1\\)"
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(ladder, plans=(low, *ladder.plans[1:]))
+    options = {"blocks": BLOCKS, "budget": hl.Budget("2x gc"), "exposures": [1.0]}
+    by_edge = {1.0: low, math.inf: ladder.plans[-1]}
     with pytest.raises(ValueError, match=message):
-        options = {"blocks": BLOCKS, "budget": hl.Budget("2x gc"), "exposures": [1.0]}
-        by_edge = {1.0: low, math.inf: ladder.plans[-1]}
         plan_ladder(update, arguments, plan_at=by_edge.__getitem__, **options)
     # What is exact is for any exposure, and more than the edge is no less safe.
     exact = dataclasses.replace(ladder.plans[-1], exposure=exposure)
