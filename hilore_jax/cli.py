@@ -18,7 +18,7 @@ COMMANDS = {
     "demo": "three updates of SmolLM2 under GC and under a compressed policy, compared",
     "plan": "the policies that recompute least in a memory budget, for a device here or not",
     "calibrate": "measured risks of compression for a model, on its own rollouts",
-    "accept": "whether a plan keeps its memory and its gradient error on real updates",
+    "accept": "whether a plan or a ladder keeps its budgets on complete updates",
     "exposure": "which tokens, groups and microbatches of a run can take low precision",
     "explain": "what a policy saves and recomputes in one block of a model, or a plan",
     "bench": "memory and speed against jax.checkpoint and plain code",
@@ -185,7 +185,8 @@ def _calibrate(argv: Sequence[str]) -> None:
 def _accept(argv: Sequence[str]) -> int:
     from hilore_jax.training.accept_command import AcceptOptions, run_accept
 
-    return 0 if run_accept(_parse_with_file(AcceptOptions, "accept", argv)).accepted else 1
+    made = run_accept(_parse_with_file(AcceptOptions, "accept", argv))
+    return int(any(each.accepted is False for each in made))
 
 
 def _exposure(argv: Sequence[str]) -> None:

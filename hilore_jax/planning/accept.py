@@ -9,16 +9,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hilore_jax.actions import Policy
+from hilore_jax.planning.device_memory import DevicePeak
+from hilore_jax.planning.leave_names import BlockView, without_idle_names
 from hilore_jax.planning.leave_out import Profiler, without_idle_entries
-from hilore_jax.planning.menu import Entry
-from hilore_jax.planning.plan import Plan
+from hilore_jax.planning.memory import Memory
+from hilore_jax.planning.plan import Plan, Trial
 from hilore_jax.planning.realized import gradient_distance, gradient_norm, predicted_error
+from hilore_jax.planning.search import describe
 
 _LOG = logging.getLogger("hilore_jax")
 LIMIT = 0.015
 
 # Exposures are a sequence or an array.
 Gradients = Callable[[tuple[Policy, ...], Any], tuple[Any, Any]]
+MemoryOf = Callable[[tuple[Policy, ...]], Memory]
+PeakOf = Callable[[tuple[Policy, ...]], DevicePeak | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +37,7 @@ class Acceptance:
         errors: relative gradient error of each update, after reduction and before clipping.
         predicted: by the plan's risks, for the same updates' exposures and norms; mean.
         removed: names and policies that were taken out because they did not pay.
+        measured: peak on the device, bytes, or a bound of it; None: not measured.
     """
 
     accepted: bool
@@ -40,6 +46,7 @@ class Acceptance:
     errors: tuple[float, ...]
     predicted: float
     removed: tuple[str, ...] = ()
+    measured: int | None = None
 
     @property
     def error(self) -> float:
@@ -52,8 +59,9 @@ def accept(
     gradients: Gradients,
     updates: Sequence[Any],
     *,
-    peak: Callable[[tuple[Policy, ...]], int] | None = None,
-    entry: Callable[[Policy], Entry] | None = None,
+    memory: MemoryOf | None = None,
+    measured: PeakOf | None = None,
+    block: BlockView | None = None,
     profile: Profiler | None = None,
     limit: float = LIMIT,
 ) -> Plan:
@@ -63,15 +71,19 @@ def accept(
 
     Then each name of each policy is left out in turn; where backward is no slower without it, it
     goes. So does each policy whose blocks might as well recompute everything, where complete
-    updates can be measured. What is left is tried again.
+    updates can be measured. What is left is compiled and tried again, and takes the plan's place
+    only if it is accepted too.
 
     Args:
         plan: the plan.
         gradients: `gradients(policies, update) -> (gradient, exposures)` of a complete update,
             after reduction and before clipping, and the exposure of each microbatch.
         updates: held out: not those of the calibration.
-        peak: compiled peak of policies, bytes; None: the plan's own, compiled when it was made.
-        entry: figures of a block's policy; None: no name is left out.
+        memory: compiled memory of the complete update under policies; None: the plan's own,
+            compiled when it was made.
+        measured: peak of the complete update under policies on the device, see
+            `hilore_jax.planning.device_memory`; None: only the compiled peak is compared.
+        block: says what leaving out a name changes; None: no name is left out.
         profile: measures complete updates under policies, see
             `hilore_jax.planning.leave_out.without_idle_entries`; None: no policy is left out.
         limit: mean relative gradient error that is accepted.
@@ -80,7 +92,8 @@ def accept(
         The plan with `accepted` and `acceptance` set, and without names that do not pay.
 
     Raises:
-        ValueError: no updates, or one whose exact gradient is 0.
+        ValueError: no updates, or one whose exact gradient is 0; something to leave out by and no
+            `memory`, without which nothing is known of what is left.
         FloatingPointError: an exact gradient that is not finite.
 
     Example:
@@ -100,7 +113,14 @@ def accept(
         True
     """
     if not len(updates):
-        raise ValueError("hl.accept needs at least one complete update that was held out.")
+        raise ValueError("accept needs at least one complete update that was held out, found none.")
+    if memory is None and (block is not None or profile is not None):
+        raise ValueError(
+            "accept leaves out what does not pay only where it can compile what is left, whose "
+            "peak may be another: expected memory=..., found None. Give it, or neither block= nor "
+            "profile=."
+        )
+    memory = memory and functools.cache(memory)
     exact = (Policy({}),) * len(plan.policies)
     truth = [gradients(exact, update) for update in updates]
     norms = [_checked(gradient_norm(grads), u) for u, (grads, _) in enumerate(truth)]
@@ -109,22 +129,24 @@ def accept(
         found = []
         for update, (grads, _), norm in zip(updates, truth, norms, strict=True):
             found.append(gradient_distance(gradients(made.policies, update)[0], grads) / norm)
-        highest = made.memory.peak if peak is None else peak(made.policies)
+        peak = (made.memory if memory is None else memory(made.policies)).peak
+        counted = None if measured is None else measured(made.policies)
         predicted = statistics.fmean(
             predicted_error(made, exposures, norm)
             for (_, exposures), norm in zip(truth, norms, strict=True)
         )
-        return _judged(made, highest, tuple(found), predicted, limit, removed)
+        return _judged(made, peak, counted, tuple(found), predicted, limit, removed)
 
     result = tried(plan)
     ways: list[Callable[[Plan], tuple[Plan, tuple[str, ...]]]] = []
-    if entry is not None:
-        ways.append(functools.partial(_without_idle_names, entry=entry))
+    if block is not None:
+        ways.append(functools.partial(without_idle_names, block=block))
     if profile is not None:
         ways.append(functools.partial(without_idle_entries, profile=profile))
     for way in ways if result.accepted else ():
         shorter, removed = way(plan)
-        if removed:
+        if removed and memory is not None:
+            shorter = _recompiled(plan, shorter, memory)
             again = tried(shorter, (*result.removed, *removed))
             if again.accepted:
                 plan, result = shorter, again
@@ -137,6 +159,7 @@ def accept(
 def _judged(
     plan: Plan,
     peak: int,
+    counted: DevicePeak | None,
     errors: tuple[float, ...],
     predicted: float,
     limit: float,
@@ -146,54 +169,55 @@ def _judged(
     faults = []
     if peak > plan.budget:
         faults.append(f"its peak of {peak:,} bytes exceeds the budget of {plan.budget:,}")
+    if counted is not None and counted.nbytes > plan.budget:
+        faults.append(
+            f"its peak on the device, {counted.nbytes:,} bytes measured, exceeds the budget of "
+            f"{plan.budget:,}"
+            if counted.reached
+            else "its peak on the device is not known to keep the budget: the process used more "
+            f"before, {counted.nbytes:,} bytes of {plan.budget:,} (accept it in a new process)"
+        )
     if not mean <= limit:
         faults.append(f"its mean gradient error of {mean:.4g} exceeds {limit:g}")
     good = (
-        f"peak {peak:,} of {plan.budget:,} bytes, mean gradient error {mean:.4g} of {limit:g} over "
-        f"{len(errors)} updates, predicted {predicted:.4g}"
+        f"peak {peak:,} of {plan.budget:,} bytes, {_counted(counted)}, mean gradient error "
+        f"{mean:.4g} of {limit:g} over {len(errors)} updates, predicted {predicted:.4g}"
     )
-    return Acceptance(not faults, " and ".join(faults) or good, peak, errors, predicted, removed)
+    return Acceptance(
+        not faults,
+        " and ".join(faults) or good,
+        peak,
+        errors,
+        predicted,
+        removed,
+        None if counted is None else counted.nbytes,
+    )
 
 
-def _without_idle_names(
-    plan: Plan, entry: Callable[[Policy], Entry]
-) -> tuple[Plan, tuple[str, ...]]:
-    """The plan without names whose absence does not slow backward, and what was taken out."""
-    known = {e.policy: e for e in plan.menu}
-    order = [e.policy for e in plan.menu]
-    replaced: dict[Policy, Policy] = {}
-    removed: list[str] = []
-    for policy in dict.fromkeys(plan.policies):
-        current = policy
-        for name in policy:
-            less = Policy(
-                {n: a for n, a in current.actions if n != name},
-                tainted_matmuls=current.tainted_matmuls,
-            )
-            figures = entry(less)
-            if figures.seconds <= known[current].seconds * (1 + 1e-9):
-                # Less is compressed than was measured: the risk stays an upper bound.
-                known[less] = dataclasses.replace(figures, risk=known[policy].risk)
-                removed.append(f"{name} of [{policy}]")
-                current = less
-        replaced[policy] = current
-    added = [p for p in dict.fromkeys(replaced.values()) if p not in order]
-    if not removed:
-        return plan, ()
-    source = {new: old for old, new in replaced.items()}
-    risks = plan.block_risks
-    if risks is not None:
-        places = [order.index(source[p]) for p in added]
-        risks = tuple((*row, *(row[i] for i in places)) for row in risks)
-    return (
-        dataclasses.replace(
-            plan,
-            policies=tuple(replaced[p] for p in plan.policies),
-            menu=(*plan.menu, *(known[p] for p in added)),
-            block_risks=risks,
-        ),
-        tuple(removed),
-    )
+def _counted(counted: DevicePeak | None) -> str:
+    """How the compiled peak compares with one that was measured."""
+    if counted is None:
+        return "compiled only"
+    return f"compiled, and {'' if counted.reached else 'at most '}{counted.nbytes:,} measured"
+
+
+def verdict(made: Plan) -> str:
+    """What was found of a plan that was tried, and what was left out, a line each."""
+    assert made.acceptance is not None, "the plan was not tried"
+    lines = [f"{'accepted' if made.accepted else 'rejected'}: {made.acceptance['reason']}"]
+    if made.acceptance["removed"]:
+        lines.append("left out: " + "; ".join(made.acceptance["removed"]))
+    return "\n".join(lines)
+
+
+def _recompiled(plan: Plan, shorter: Plan, memory: MemoryOf) -> Plan:
+    """A shorter plan with the memory that is its own, and that as the longer one predicted it."""
+    kept = sum(entry.nbytes for entry in shorter.entries)
+    predicted, found = round(plan.expected_peak(kept)), memory(shorter.policies)
+    fits = found.peak <= plan.budget
+    trial = Trial(describe(shorter.policies), predicted, found.peak, fits)
+    trials = (*shorter.trials, trial)
+    return dataclasses.replace(shorter, memory=found, predicted=predicted, trials=trials)
 
 
 def _checked(norm: Any, update: int) -> float:

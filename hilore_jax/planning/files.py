@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ KINDS: dict[str, Kind] = {
     "ladder": _kind(
         "a ladder of plans",
         "edges plans",
-        "hilore train --ladder, hilore explain",
+        "hilore accept, hilore train --ladder, hilore explain",
         "hilore plan --calibration CALIBRATION --ladder FILE writes one",
     ),
     "calibration": _kind(
@@ -132,6 +133,28 @@ def read(path: str | Path, kind: str, option: str = "") -> Any:
         raise ValueError(f"{wrong}: it is no JSON, or was cut off ({error}){make}") from None
     check_kind(fields, kind, where)
     return fields
+
+
+def kind_among(path: str | Path, kinds: Sequence[str]) -> str:
+    """The kind of a file, of those that an option takes.
+
+    Args:
+        path: the file.
+        kinds: some of `KINDS`.
+
+    Returns:
+        Its kind; the first one where it is of none of them or cannot be read, which is for the
+        reader of that kind to say.
+
+    Example:
+        >>> kind_among("none.json", ("plan", "ladder"))
+        'plan'
+    """
+    try:
+        found = kind_of(json.loads(Path(path).read_bytes().decode()))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    return kinds[0] if found is None or found not in kinds else found
 
 
 def check_kind(fields: Any, kind: str, where: str) -> None:

@@ -30,8 +30,9 @@ class Ladder:
 
     Attributes:
         edges: upper exposure of each bucket, ascending: powers of two, then infinity.
-        plans: one a bucket. Its risk is that at the bucket's upper edge, or above; the last
-            compresses nothing, so that any exposure has a plan.
+        plans: one a bucket. Its risk is that at the bucket's upper edge, or above, and one that
+            compresses says so by its `exposure`; the last compresses nothing, so that any exposure
+            has a plan.
         risk: R, the relative gradient error allowed to a whole update.
         share: of the update's tokens in one microbatch, for which the plans were made. Others are
             converted, see `hilore_jax.planning.buckets.Buckets`.
@@ -83,6 +84,7 @@ class Ladder:
                     f"{allowed:g}, its microbatch's part of R = {self.risk:g}. Plan it with "
                     f"Budget(risk={allowed:g}) and that exposure."
                 )
+            _check_exposure(made, edge)
         _ = self.buckets  # its own checks
 
     @property
@@ -212,7 +214,8 @@ def plan_ladder(
         share: tokens of a microbatch over those of the update.
         most: finite buckets.
         plan_at: makes the plan at an exposure, instead of `hilore_jax.plan`; called with infinity
-            for the last, which must compress nothing.
+            for the last, which must compress nothing. A plan that compresses must have an
+            `exposure` of at least what was asked for.
         **options: others of `hilore_jax.plan`.
 
     Returns:
@@ -221,10 +224,10 @@ def plan_ladder(
     Raises:
         TypeError: an argument of a wrong kind, or one that `hilore_jax.plan` does not have.
         ValueError: as `hilore_jax.plan`; exposures that are negative, not finite or missing; a
-            share outside (0, 1].
+            share outside (0, 1]; a plan of `plan_at` above its risk, or for too little exposure.
 
     Example:
-        >>> import math, jax, jax.numpy as jnp, hilore_jax as hl
+        >>> import dataclasses, math, jax, jax.numpy as jnp, hilore_jax as hl
         >>> def block(w, x):
         ...     return x + jnp.tanh(jax.ad_checkpoint.checkpoint_name(x @ w, "mlp_gate"))
         >>> def update(policies, w, x):
@@ -233,7 +236,8 @@ def plan_ladder(
         >>> how = {"blocks": hl.Blocks(block, (w[0], x), 4), "target": "cpu"}
         >>> def at(edge):  # stands in for a calibration
         ...     budget = hl.Budget("2x gc", risk=0.0 if edge == math.inf else 0.015)
-        ...     return hl.plan(update, args, budget=budget, risks=lambda *_: 0.004 * edge, **how)
+        ...     made = hl.plan(update, args, budget=budget, risks=lambda *_: 0.004 * edge, **how)
+        ...     return dataclasses.replace(made, exposure=edge)  # what its risks are for
         >>> more = {"exposures": [0.9, 1.6], "plan_at": at, "budget": hl.Budget("2x gc")}
         >>> ladder = hl.plan_ladder(update, args, **more, **how)
         >>> ladder.edges, ladder.select(0.7)
@@ -278,3 +282,17 @@ def compresses(policy: Policy) -> bool:
         (False, True)
     """
     return bool(policy.names(Compress))
+
+
+def _check_exposure(made: Plan, edge: float) -> None:
+    """Refuses a plan that compresses, and whose risks are for less exposure than its bucket has."""
+    if not any(compresses(policy) for policy in made.policies):
+        return
+    if made.exposure is None or not made.exposure >= edge:
+        held = "no exposure" if made.exposure is None else f"exposure {made.exposure:g}"
+        raise ValueError(
+            f"the plan of the bucket up to exposure {edge:g} compresses, with risks that are for "
+            f"{held}: at the bucket's edge they are not known to be within its budget. Plan it "
+            f"with hl.plan(..., calibration=..., exposure={edge:g}); where risks come from "
+            f"elsewhere, say what they are for: dataclasses.replace(plan, exposure={edge:g})."
+        )

@@ -193,7 +193,7 @@ class Plan:
             found = allocate(self.menus, spare, self.risk_budget, paper=self.paper)
             chosen = [menu[c] for menu, c in zip(self.menus, found.choices, strict=True)]
             row = {
-                "peak": self._peak(found.nbytes),
+                "peak": self.expected_peak(found.nbytes),
                 "seconds": found.seconds,
                 "removed_flops": 1 - sum(e.flops for e in chosen) / full if full else 0.0,
                 "risk": found.risk,
@@ -202,7 +202,7 @@ class Plan:
                 rows.append(row)
         return rows
 
-    def _peak(self, nbytes: int) -> float:
+    def expected_peak(self, nbytes: int) -> float:
         """The peak where all blocks keep so many bytes, by the two compiled peaks and `share`."""
         kept = sum(entry.nbytes for entry in self.entries)
         slope = (self.memory.peak - self.gc.peak) / kept if kept else 1.0

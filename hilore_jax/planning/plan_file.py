@@ -190,7 +190,9 @@ def _risks(field: Field, blocks: int, entries: int) -> BlockRisks:
 
 def _acceptance(field: Field) -> dict[str, Any]:
     numbers = ("predicted", "error", "limit")
-    found = field.fields(("accepted", "reason", "peak", "errors", "removed", *numbers))
+    names = ("accepted", "reason", "peak", "errors", "removed", *numbers)
+    found = field.fields(names, optional=("measured",))  # which older files lack
+    measured = found.get("measured", field.at(None, "measured"))
     return {
         "accepted": found["accepted"].flag(),
         "reason": found["reason"].text(),
@@ -198,6 +200,7 @@ def _acceptance(field: Field) -> dict[str, Any]:
         "errors": tuple(each.number_or_infinity() for each in found["errors"].items(1)),
         "predicted": found["predicted"].number_or_infinity(),
         "removed": tuple(each.text() for each in found["removed"].items()),
+        "measured": measured.maybe(Field.whole),
         "error": found["error"].number_or_infinity(),
         "limit": found["limit"].number(),
     }

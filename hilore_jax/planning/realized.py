@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hilore_jax.actions import Compress
 from hilore_jax.compiler import compiler_options
 from hilore_jax.grpo.gradient_norm import drift
 from hilore_jax.planning.allocate import total_risk
@@ -55,9 +56,16 @@ def predicted_error(
         plan: a plan; without calibrated risks its own risk is returned as it is.
         exposures: of the update's microbatches.
         ghat: norm of the update's gradient, where it is not the calibration's.
+
+    Returns:
+        The relative error; infinite where a plan for exposure 0, at which nothing has a risk,
+        compresses a microbatch of more: what that does is not known.
     """
     if plan.exposure is None:
         return plan.risk
+    if plan.exposure == 0:
+        lossy = any(policy.names(Compress) for policy in plan.policies)
+        return math.inf if lossy and any(float(e) != 0 for e in exposures) else 0.0
     moved = 1.0 if ghat is None or plan.norm is None else drift(ghat, plan.norm)
     parts = [plan.risk * float(e) / plan.exposure / moved for e in exposures]
     return total_risk(parts, paper=plan.paper)

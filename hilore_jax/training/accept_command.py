@@ -16,13 +16,16 @@ from flax import nnx
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
 from hilore_jax.models.restack import restack
-from hilore_jax.planning.accept import LIMIT, accept
+from hilore_jax.planning.accept import LIMIT, PeakOf, accept, verdict
+from hilore_jax.planning.accept_ladder import accept_ladder
 from hilore_jax.planning.backward import block_program
 from hilore_jax.planning.bar import Bar
 from hilore_jax.planning.cost import Roofline
-from hilore_jax.planning.files import check_output
+from hilore_jax.planning.files import check_output, kind_among
+from hilore_jax.planning.frontier import distortion
+from hilore_jax.planning.ladder import Ladder
+from hilore_jax.planning.leave_names import BlockView
 from hilore_jax.planning.leave_out import Profiler
-from hilore_jax.planning.memory import compiled_memory
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.plan import Plan, runs
 from hilore_jax.planning.profile import profile_plan
@@ -36,17 +39,18 @@ from hilore_jax.training.load import load_file
 from hilore_jax.training.parts import Parts, load_parts
 from hilore_jax.training.rollouts import Measured, real_updates
 from hilore_jax.training.step import TrainState, init_state
+from hilore_jax.training.update_memory import compiled_update, device_peak
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AcceptOptions(RolloutConfig):
-    """Whether a plan keeps its memory and its gradient error on real updates."""
+    """Whether a plan, or each of a ladder's, keeps its budgets on real updates."""
 
     plan: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
-    """The plan's JSON file, or --plan PLAN; it is written again with the result. Model, adapters,
-    batch and dtype are taken from it where they are not given."""
+    """The JSON file of a plan or a ladder, or --plan PLAN; it is written again with the result.
+    Model, adapters, batch and dtype are taken from it where they are not given."""
     updates: int = 2
-    """Complete updates to try it on."""
+    """Complete updates to try it on; of a ladder, each plan on those whose exposure is its."""
     first: int = 1_000_000
     """Position in the task's stream to begin at, far from what was calibrated or trained on."""
     limit: float = LIMIT
@@ -58,67 +62,87 @@ class AcceptOptions(RolloutConfig):
     """File to write instead."""
 
 
-def run_accept(config: AcceptOptions, parts: Parts | None = None) -> Plan:
-    """Tries the plan, writes it with the result, and prints that.
+def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan, ...]:
+    """Tries the plan, or those of the ladder, writes it with the result, and prints that.
 
     Args:
         config: the settings.
         parts: model, tokenizer and task, where they are not to be loaded by name.
 
     Returns:
-        The plan as it was written.
+        The plan, or the ladder's plans, as they were written.
 
     Raises:
         ValueError: settings that are wrong, or a plan for another model or batch.
     """
     training = config.training()
     _check(config)
-    made: Plan = load_file(config.plan, "plan", "--plan")
-    platform = parse_target(made.target).platform
-    if config.measure and {"cuda": "gpu"}.get(platform, platform) != jax.default_backend():
+    kind = kind_among(config.plan, ("plan", "ladder"))
+    made: Plan | Ladder = load_file(config.plan, kind, "--plan")
+    plans = made.plans[:-1] if isinstance(made, Ladder) else (made,)
+    device = parse_target(plans[0].target)
+    here = {"cuda": "gpu"}.get(device.platform, device.platform) == jax.default_backend()
+    if config.measure and not here:
         raise ValueError(
-            f"--measure: the plan is for {made.target}, here is {jax.default_backend()}. Measure "
+            f"--measure: the plan is for {device.name}, here is {jax.default_backend()}. Measure "
             "where it will run."
         )
-    check_output(config.out or config.plan, "--out" if config.out else "--plan", "plan")
+    check_output(config.out or config.plan, "--out" if config.out else "--plan", kind)
     if parts is None:  # it is checked before any weight is read
-        planned = {"plan": config.plan, "allow_rejected": True}
+        planned: dict[str, Any] = {kind: config.plan, "allow_rejected": True}
         parts = load_parts(dataclasses.replace(training, **planned))
     update = training_update(parts.model.config, training)
-    blocks = update.blocks()
-    check_plan(made, update)
+    for each in plans:
+        check_plan(each, update)
+    measured = _measured(update, plans) if here and device.count == 1 else None
+    if measured is None:
+        why = f"made for {device.name}" if not here or device.count > 1 else "it counts no memory"
+        say(
+            f"only compiled peaks are compared, none is measured on {jax.local_devices()[0]}: {why}"
+        )
     say(f"sampling {config.updates} updates")
-    first = config.first
-    data = real_updates(training, parts, config.updates, first=first, progress=True)
-    program = block_program(blocks.fn, *blocks.args, argnums=blocks.argnums)
-    roofline = Roofline(parse_target(made.target))
-
-    def entry(policy: Policy) -> Entry:
-        figures = program.figures(policy)
-        seconds = roofline.backward(program, policy, figures)
-        return Entry(policy, figures.nbytes, seconds, *figures.work, 0.0)
-
-    here = made.target.startswith("cpu")
+    data = real_updates(training, parts, config.updates, first=config.first, progress=True)
     # Of a measured plan, entries that were not timed have no seconds to compare.
-    modelled = here and made.cost == "modelled"
+    modelled = here and device.platform == "cpu" and plans[0].cost == "modelled"
     say("gradients of each update: exact ones first, then under the plan")
     with Bar(True, None, "step") as bar:
-        peak = functools.partial(compiled_peak, update, made.target) if here else None
-        made = accept(
-            made,
-            _shown(bar, update_gradients(data, training), _gradient),
-            data.updates,
-            peak=peak and _shown(bar, peak, lambda _: "the complete update is compiled"),
-            entry=entry if modelled else None,
-            profile=profiler(update, data, config.measure) if config.measure else None,
-            limit=config.limit,
-        )
+        memory = functools.partial(compiled_update, update, plans[0].target)
+        arguments = (_shown(bar, update_gradients(data, training), _gradient), data.updates)
+        options: dict[str, Any] = {
+            "memory": _shown(bar, memory, lambda _: "the complete update is compiled"),
+            "measured": measured,
+            "block": block_view(update, plans[0].target) if modelled else None,
+            "profile": profiler(update, data, config.measure) if config.measure else None,
+            "limit": config.limit,
+        }
+        if not here:  # as it was compiled when the plan was made
+            del options["memory"]
+        if isinstance(made, Ladder):
+            tried = accept_ladder(made, *arguments, tokens=_tokens, **options)
+            made, text = tried.ladder, str(tried)
+        else:
+            made = accept(made, *arguments, **options)
+            text = verdict(made)
     made.save(config.out or config.plan)
-    assert made.acceptance is not None
-    print(f"{'accepted' if made.accepted else 'rejected'}: {made.acceptance['reason']}")
-    if made.acceptance["removed"]:
-        print("left out: " + "; ".join(made.acceptance["removed"]))
-    return made
+    print(text)
+    return made.plans if isinstance(made, Ladder) else (made,)
+
+
+def _measured(update: AbstractUpdate, plans: Sequence[Plan]) -> PeakOf | None:
+    """Peaks on this device, those of some plans measured at once; None: it counts none.
+
+    Each is run before anything else uses memory, the largest last: a device counts one peak for the
+    whole process.
+    """
+    peak = functools.cache(functools.partial(device_peak, update))
+    ordered = sorted(plans, key=lambda each: each.memory.peak)
+    found = [peak(each.policies) for each in ordered]
+    return None if None in found else peak
+
+
+def _tokens(batch: Batch) -> list[int]:
+    """Optimized tokens of each microbatch."""
+    return jnp.sum(batch.completion_mask, axis=(1, 2)).tolist()
 
 
 def _check(config: AcceptOptions) -> None:
@@ -149,11 +173,18 @@ def _gradient(policies: Sequence[Policy], _: Batch) -> str:
     return "exact gradient of an update" if exact else "gradient of an update under the plan"
 
 
-def compiled_peak(update: AbstractUpdate, target: str, policies: tuple[Policy, ...]) -> int:
-    """Peak bytes of the complete update under these policies, by the target's compiler."""
-    bound = functools.partial(update, policies)
-    arguments = update.arguments(policies)
-    return compiled_memory(bound, *arguments, target=parse_target(target), donate=(0,)).peak
+def block_view(update: AbstractUpdate, target: str) -> BlockView:
+    """What leaving out a name changes in a block of the update, seconds by the roofline."""
+    blocks = update.blocks()
+    program = block_program(blocks.fn, *blocks.args, argnums=blocks.argnums)
+    roofline = Roofline(parse_target(target))
+
+    def entry(policy: Policy) -> Entry:
+        figures = program.figures(policy)
+        seconds = roofline.backward(program, policy, figures)
+        return Entry(policy, figures.nbytes, seconds, *figures.work, 0.0)
+
+    return BlockView(entry, functools.partial(distortion, traced=program.traced))
 
 
 def profiler(update: AbstractUpdate, data: Measured, turns: int) -> Profiler:

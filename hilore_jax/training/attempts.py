@@ -86,4 +86,5 @@ class Attempts:
 def _at_most(value: float) -> np.float32:
     """The largest float32 that is not above a number."""
     rounded = np.float32(value)
-    return rounded if rounded <= value else np.nextafter(rounded, np.float32(-np.inf))
+    # As Python numbers: NumPy would round the other one to float32 before it compares.
+    return rounded if float(rounded) <= value else np.nextafter(rounded, np.float32(-np.inf))

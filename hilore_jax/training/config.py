@@ -13,6 +13,8 @@ import tyro
 from hilore_jax.actions import Policy
 from hilore_jax.planning.files import check_folder, read
 from hilore_jax.planning.ladder import Ladder
+from hilore_jax.planning.plan import Plan
+from hilore_jax.planning.plan_file import to_null
 from hilore_jax.spelling import parse_policy
 from hilore_jax.training import checkpoint
 from hilore_jax.training.sampling import check_sampling
@@ -48,10 +50,10 @@ class TrainConfig:
     pack_by_exposure: bool = False
     """Sort rows into microbatches by exposure, so that calm ones may compress more."""
     plan: str = ""
-    """A plan's JSON file; its policies go before `policy`. The command takes model, adapters, batch
+    """A plan's JSON file, in place of `policy`. The command takes model, adapters, batch
     and dtype from it where they are not given."""
     allow_rejected: bool = False
-    """Use a plan that `hilore accept` rejected."""
+    """Use a plan that `hilore accept` rejected, or a ladder that has one."""
     gate: bool = False
     """With a calibrated plan: blocks decode or recompute as the exposure of the update allows."""
     risk: float = 0.015
@@ -124,15 +126,35 @@ class TrainConfig:
     def fingerprint(self) -> dict[str, Any]:
         """The settings that a continued run must share with its beginning, plain JSON values."""
         settings = {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
-        # A policy file's content counts, not its name.
+        # A file's content counts, not its name, and not what acceptance has said of it.
         settings = {k: v for k, v in settings.items() if k not in ("plan", "allow_rejected")}
-        planned = {"plan": _policies_of(self.plan)} if self.plan else {}
-        ladder = hashlib.sha256(Path(self.ladder).read_bytes()).hexdigest() if self.ladder else ""
+        planned = _plan_facts(self.plan, self.gate) if self.plan else {}
+        ladder = _ladder_digest(self.ladder) if self.ladder else ""
         return settings | {"policy": str(self.parsed_policy), "ladder": ladder} | planned
 
 
-def _policies_of(path: str) -> list[Any]:
-    return json.loads(Path(path).read_text())["policies"]
+def _plan_facts(path: str, gate: bool) -> dict[str, Any]:
+    """What of a plan decides on a run's updates: policies, and all that a gate reads of them."""
+    fields = {"plan": json.loads(Path(path).read_text())["policies"]}
+    if not gate:
+        return fields
+    made = Plan.load(path)
+    gc, risks = max(entry.seconds for entry in made.menu), made.block_risks is not None
+    return fields | {
+        "gate block_risks": [to_null(entry.risk) for entry in made.entries] if risks else None,
+        "gate seconds": [gc - entry.seconds for entry in made.entries],  # that decoding saves
+        "gate exposure": made.exposure,
+        "gate norm": made.norm,
+        "gate form": "paper" if made.paper else "squared",
+    }
+
+
+def _ladder_digest(path: str) -> str:
+    """Of what of a ladder decides on a run's updates."""
+    made = Ladder.load(path)
+    policies = [[policy.to_json() for policy in each.policies] for each in made.plans]
+    text = json.dumps([dataclasses.asdict(made.buckets), policies])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def faults(config: TrainConfig) -> list[str]:
@@ -182,6 +204,8 @@ def faults(config: TrainConfig) -> list[str]:
         except (ValueError, TypeError, OSError) as error:
             found.append(f"{name}: {error}")
     if config.plan:
+        if config.policy != TrainConfig.policy:
+            found.append(f"policy '{config.policy}' and a plan: it holds the policies, give one")
         found += _file_faults(config.plan, "plan")
     if config.ladder:
         found += _ladder_faults(config)
@@ -194,6 +218,11 @@ def faults(config: TrainConfig) -> list[str]:
 
 
 def _ladder_faults(config: TrainConfig) -> list[str]:
+    if config.plan:
+        return [
+            f"plan '{config.plan}' and ladder '{config.ladder}': a run is under one of them, give "
+            "one"
+        ]
     if config.policy != TrainConfig.policy:
         return [f"policy '{config.policy}' and a ladder: its plans hold the policies, give one"]
     if found := _file_faults(config.ladder, "ladder"):

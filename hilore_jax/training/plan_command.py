@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.solve import plan
 from hilore_jax.planning.target import parse_target
 from hilore_jax.training.abstract import AbstractUpdate
+from hilore_jax.training.batch_exposure import check_exposure_of, other_batch
 from hilore_jax.training.config import Rank
 from hilore_jax.training.load import load_file
 from hilore_jax.training.situation import MODEL, check_situation, model_facts, plan_settings
@@ -66,7 +68,8 @@ class PlanConfig:
     """A calibration's JSON file: measured risks, block by block. Model, adapters, batch and dtype
     are taken from it where they are not given."""
     exposure: float | None = None
-    """Exposure of the microbatches to plan for; by default the calibration's median."""
+    """Exposure of the microbatches to plan for; by default the calibration's median, which is that
+    of its own batch only."""
     out: str = ""
     """JSON file to write the plan to."""
     plot: str = ""
@@ -86,6 +89,11 @@ def run_plan(config: PlanConfig) -> Plan | Ladder:
     update = abstract_update(config)
     if calibration is not None:
         _check_calibration(calibration, update)
+        if config.ladder:  # it is selected from by what exposures are
+            if other := other_batch(calibration, update.facts()):
+                print(f"the ladder's buckets: {other}", file=sys.stderr, flush=True)
+        elif config.exposure is None:
+            check_exposure_of(calibration, update.facts())
     cost = planning_cost(config, update)
     whole = dataclasses.replace(update, head="whole")
     share = 1 / config.micro

@@ -38,13 +38,27 @@ def load_plan(config: TrainConfig, shape: DecoderConfig) -> Plan:
     """
     made: Plan = load_file(config.plan, "plan", "--plan")
     check_blocks(made.fingerprint, len(made.policies), shape, "plan")  # `check_plan` does the rest
+    refuse_rejected(config, made, f"the plan {config.plan}")
+    return made
+
+
+def refuse_rejected(config: TrainConfig, made: Plan, what: str) -> None:
+    """Refuses a plan that acceptance rejected.
+
+    Args:
+        config: the run's settings, which may allow it.
+        made: the plan.
+        what: what errors call it.
+
+    Raises:
+        ValueError: says why it was rejected, and what to do.
+    """
     if made.accepted is False and not config.allow_rejected:
         reason = (made.acceptance or {}).get("reason", "its budgets were not kept")
         raise ValueError(
-            f"the plan {config.plan} was rejected: {reason}. Plan again with a smaller risk budget "
-            "or more memory, or pass --allow-rejected."
+            f"{what} was rejected: {reason}. Plan again with a smaller risk budget or more memory, "
+            "or pass --allow-rejected."
         )
-    return made
 
 
 def static_plan(config: TrainConfig, shape: DecoderConfig) -> Plan | None:
@@ -67,12 +81,18 @@ def gate_options(made: Plan) -> dict[str, Any]:
         as in the `paper`, and the `norm` in the coefficients.
 
     Raises:
-        ValueError: the plan has no calibrated risks.
+        ValueError: the plan has no calibrated risks, or only those at exposure 0.
     """
-    if made.block_risks is None or not made.exposure:
+    if made.block_risks is None or made.exposure is None:
         raise ValueError(
             "the gate needs risks measured by exposure, which this plan has not: plan with a "
             "calibration, hilore plan --calibration calibration.json."
+        )
+    if made.exposure == 0:
+        raise ValueError(
+            "the gate needs to know how risks grow with exposure, and this plan is for exposure 0, "
+            "at which all of them are 0: plan for more, hilore plan --calibration "
+            "calibration.json without --exposure 0."
         )
     gc = max(entry.seconds for entry in made.menu)
     return {

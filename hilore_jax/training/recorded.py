@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hilore_jax.planning.files import read
+from hilore_jax.planning.files import kind_among, read
 from hilore_jax.training.situation import plan_settings, run_settings
 
 
@@ -28,7 +28,9 @@ def taken(config: Any) -> tuple[str, dict[str, Any]]:
         return "", {}
     kind = named[0]
     path = getattr(config, kind)
-    facts = _fingerprint(read(path, kind, f"--{kind}"))
+    if kind == "plan" and not hasattr(config, "ladder"):  # `hilore accept` takes both in one place
+        kind = kind_among(path, ("plan", "ladder"))
+    facts = _fingerprint(read(path, kind, f"--{named[0]}"))
     found = plan_settings(facts) if kind == "calibration" else run_settings(facts, config.group)
     names = {field.name for field in dataclasses.fields(config)}
     return path, {name: value for name, value in found.items() if name in names}

@@ -23,7 +23,7 @@ from hilore_jax.training.gated import sum_gated_gradients
 from hilore_jax.training.gradients import make_gradients
 from hilore_jax.training.laddered import LadderedUpdate, one_bucket
 from hilore_jax.training.load import load_file
-from hilore_jax.training.planned import gate_options, load_plan, run_policies
+from hilore_jax.training.planned import gate_options, load_plan, refuse_rejected, run_policies
 from hilore_jax.training.report import kept_bytes
 from hilore_jax.training.situation import check_blocks
 from hilore_jax.training.step import TrainState, jit_update, make_apply
@@ -128,7 +128,8 @@ def plans(config: TrainConfig, shape: DecoderConfig) -> tuple[tuple[Policy, ...]
     """The policies that a run may use, one a block, the most compressed first.
 
     Raises:
-        ValueError: a plan or a ladder that is not for the model.
+        ValueError: a plan or a ladder that is not for the model, or that acceptance rejected,
+            unless the settings allow that.
     """
     found = loaded_plans(config, shape)
     return tuple(made.policies for made in found) or (run_policies(config, shape),)
@@ -145,6 +146,9 @@ def loaded_plans(config: TrainConfig, shape: DecoderConfig) -> tuple[Plan, ...]:
         return (load_plan(config, shape),) if config.plan else ()
     first = ladder.plans[0]
     check_blocks(first.fingerprint, len(first.policies), shape, "ladder")
+    for edge, made in zip(ladder.edges, ladder.plans, strict=True):
+        where = f"the plan of the bucket up to exposure {edge:g} in {config.ladder}"
+        refuse_rejected(config, made, where)
     return ladder.plans
 
 

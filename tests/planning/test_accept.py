@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import math
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,15 @@ import pytest
 
 import hilore_jax as hl
 from blocks import D, mlp, params, relative
+from hilore_jax import tracing
 from hilore_jax.planning.accept import accept
 from hilore_jax.planning.calibration import Calibration, Measured, model_fingerprint
+from hilore_jax.planning.device_memory import DevicePeak
+from hilore_jax.planning.frontier import distortion
+from hilore_jax.planning.leave_names import BlockView
+from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.menu import Entry
-from hilore_jax.planning.plan import Plan
+from hilore_jax.planning.plan import Plan, Trial
 from hilore_jax.planning.target import parse_target
 
 N = 3
@@ -23,6 +30,7 @@ INT8, INT4 = hl.Compress("int8", tile=None), hl.Compress("int4", tile=None)
 GOOD = hl.Policy({"up": INT8})
 BAD = hl.Policy({"up": INT4, "gate": INT4})
 BLOCKS = hl.Blocks(mlp, (params(), UPDATES[0]), N)
+TRACED = tracing.trace(mlp, *BLOCKS.args)
 CPU = dataclasses.replace(parse_target("cpu"), flops=(("float32", 1e9),), bandwidth=2e10)
 
 
@@ -148,7 +156,7 @@ def test_a_bad_plan_is_rejected():
     assert made.accepted is False and made.acceptance is not None
     assert made.acceptance["error"] > 0.015
     assert "mean gradient error" in made.acceptance["reason"]
-    large = accept(under(GOOD), gradients, UPDATES, peak=lambda policies: 10**12)
+    large = accept(under(GOOD), gradients, UPDATES, memory=lambda policies: bytes_of(10**12))
     assert large.accepted is False and large.acceptance is not None
     assert "exceeds the budget" in large.acceptance["reason"]
     with pytest.raises(ValueError, match="held out"):
@@ -157,16 +165,101 @@ def test_a_bad_plan_is_rejected():
         accept(under(GOOD), gradients, [UPDATES[0] * jnp.nan])
 
 
-def test_names_that_do_not_pay_are_left_out():
-    two = hl.Policy({**dict(GOOD.actions), "norm": hl.Store()})
-    seconds = {two: 1e-6, GOOD: 1e-6, hl.Policy({"norm": hl.Store()}): 5e-6, hl.Policy({}): 6e-6}
+def bytes_of(peak):
+    return Memory(peak, 0, 0, 0, 0, 0)
+
+
+def view(seconds):
+    """Figures by hand, and the distortions of the block as it is traced."""
 
     def entry(policy):
         return Entry(policy, 5, seconds[policy], 0, 0, 0.0)
 
-    made = accept(under(two), gradients, UPDATES, entry=entry)
+    return BlockView(entry, functools.partial(distortion, traced=TRACED))
+
+
+def test_names_that_do_not_pay_are_left_out():
+    two = hl.Policy({**dict(GOOD.actions), "norm": hl.Store()})
+    seconds = {two: 1e-6, GOOD: 1e-6, hl.Policy({"norm": hl.Store()}): 5e-6, hl.Policy({}): 6e-6}
+    memory = {(two,) * N: bytes_of(60), (GOOD,) * N: bytes_of(50)}
+    options: Any = {"block": view(seconds), "memory": memory.__getitem__}
+    made = accept(under(two), gradients, UPDATES, **options)
     assert made.policies == (GOOD,) * N and made.accepted and made.acceptance is not None
     assert made.acceptance["removed"] == (f"norm of [{two}]",)
     assert made.risk == pytest.approx(0.01 * 3**0.5)
+    # Memory, prediction and trials are those of the plan that is left.
+    assert made.memory == bytes_of(50) and made.acceptance["peak"] == 50
+    before = under(two)
+    kept, now = (sum(entry.nbytes for entry in plan.entries) for plan in (before, made))
+    slope = (before.memory.peak - before.gc.peak) / kept
+    more = slope if now <= kept else before.share
+    last, nbytes = (before.gc.peak, now) if now <= kept else (before.memory.peak, now - kept)
+    assert made.predicted == round(last + more * nbytes) != before.predicted
+    assert made.trials == (*before.trials, Trial(f"{N} x {GOOD}", made.predicted, 50, True))
+    assert replace_of(made) == replace_of(before)
     seconds[GOOD] = 2e-6  # now norm pays
-    assert accept(under(two), gradients, UPDATES, entry=entry).policies == (two,) * N
+    stays = accept(under(two), gradients, UPDATES, **options)
+    assert (stays.policies, stays.memory) == ((two,) * N, before.memory)
+    with pytest.raises(ValueError, match=r"expected memory=\.\.\., found None"):
+        accept(under(two), gradients, UPDATES, block=view(seconds))
+
+
+def replace_of(made):
+    """What leaving a name out does not change."""
+    same = {"target", "risk_budget", "budget", "baseline", "gc", "bound_seconds", "norm"}
+    return {name: getattr(made, name) for name in same}
+
+
+def test_what_is_left_is_tried_again_before_it_takes_the_plans_place(caplog):
+    two = hl.Policy({**dict(GOOD.actions), "norm": hl.Store()})
+    seconds = {two: 2e-6, GOOD: 1e-6, hl.Policy({"norm": hl.Store()}): 5e-6, hl.Policy({}): 6e-6}
+    short = (GOOD,) * N
+
+    def judged(peak=50, error=1.0):
+        """The plan that is left has another peak, or another error."""
+
+        def worse(policies, x):
+            grads, exposures = gradients(policies, x)
+            factor = error if policies == short else 1.0
+            return jax.tree.map(lambda g: factor * g, grads), exposures
+
+        memory = lambda policies: bytes_of(peak if policies == short else 60)  # noqa: E731
+        return accept(under(two), worse, UPDATES, block=view(seconds), memory=memory)
+
+    assert judged().policies == short  # witness
+    for made in (judged(peak=10**12), judged(error=1.5)):
+        assert made.accepted and made.policies == (two,) * N and made.acceptance is not None
+        assert made.acceptance["removed"] == () and made.acceptance["peak"] == 60
+        assert made.memory == under(two).memory and made.trials == under(two).trials
+        assert made.acceptance["error"] < 0.015
+    assert "what does not pay stays in the plan: its peak of 1,000,000,000,000" in caplog.text
+    assert "what does not pay stays in the plan: its mean gradient error of 0." in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("spare", "reached", "text"),
+    [
+        (0, True, r"bytes, compiled, and [0-9,]+ measured, mean"),
+        (0, False, r"bytes, compiled, and at most [0-9,]+ measured, mean"),
+        (-1, True, r"peak on the device, [0-9,]+ bytes measured, exceeds the budget"),
+        (-1, False, r"is not known to keep the budget: the process used more before"),
+    ],
+)
+def test_a_measured_peak_is_held_to_the_budget_too(spare, reached, text, tmp_path):
+    plan = under(GOOD)
+    counted = DevicePeak(plan.budget - spare, reached)
+    made = accept(plan, gradients, UPDATES[:1], measured=lambda policies: counted)
+    assert made.accepted is (spare == 0) and made.acceptance is not None
+    assert made.acceptance["peak"] == plan.memory.peak < plan.budget
+    assert made.acceptance["measured"] == counted.nbytes
+    assert re.search(text, made.acceptance["reason"])
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+
+
+def test_what_is_not_measured_is_said_to_be_compiled_only():
+    for measured in (None, lambda policies: None):
+        made = accept(under(GOOD), gradients, UPDATES[:1], measured=measured)
+        assert made.accepted and made.acceptance is not None
+        assert made.acceptance["measured"] is None
+        assert "bytes, compiled only, mean" in made.acceptance["reason"]

@@ -47,7 +47,7 @@ def planner(risk, memory="1.2x gc"):
 
     def at(exposure):
         budget = hl.Budget(memory, 0.0 if exposure == math.inf else risk)
-        return hl.plan(
+        made = hl.plan(
             update,
             arguments,
             blocks=BLOCKS,
@@ -56,6 +56,7 @@ def planner(risk, memory="1.2x gc"):
             codecs=(hl.Compress("int8"),),
             risks=lambda name, compress: 0.004 * exposure,
         )
+        return made if exposure == math.inf else dataclasses.replace(made, exposure=exposure)
 
     return at
 
@@ -153,6 +154,32 @@ def test_a_plan_above_its_budget_and_a_wrong_count_are_refused():
     short = dataclasses.replace(ladder.plans[0], policies=ladder.plans[0].policies[1:])
     with pytest.raises(ValueError, match=r"plans are for \[5, 6\] blocks"):
         dataclasses.replace(ladder, plans=(short, *ladder.plans[1:]))
+
+
+@pytest.mark.parametrize("exposure", [None, 0.0, 0.999, math.nan])
+def test_a_plan_that_compresses_is_for_all_of_its_bucket(exposure, tmp_path):
+    ladder = made()
+    assert ladder.plans[0].risk > 0 and ladder.plans[0].exposure == ladder.edges[0] == 1.0
+    low = dataclasses.replace(ladder.plans[0], exposure=exposure)
+    message = "up to exposure 1 compresses, with risks that are for .*exposure=1\\)"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(ladder, plans=(low, *ladder.plans[1:]))
+    options = {"blocks": BLOCKS, "budget": hl.Budget("2x gc"), "exposures": [1.0]}
+    by_edge = {1.0: low, math.inf: ladder.plans[-1]}
+    with pytest.raises(ValueError, match=message):
+        plan_ladder(update, arguments, plan_at=by_edge.__getitem__, **options)
+    # What is exact is for any exposure, and more than the edge is no less safe.
+    exact = dataclasses.replace(ladder.plans[-1], exposure=exposure)
+    above = dataclasses.replace(ladder.plans[0], exposure=1.5)
+    for one in (exact, above):
+        dataclasses.replace(ladder, plans=(one, *ladder.plans[1:]))
+    path = tmp_path / "ladder.json"
+    ladder.save(path)
+    fields = json.loads(path.read_text())
+    fields["plans"][0]["exposure"] = exposure if exposure == exposure else None
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=f"damaged ladder file: .*{message}"):
+        Ladder.load(path)
 
 
 def test_linear_risks_share_the_budget_linearly():

@@ -68,13 +68,17 @@ def test_what_pays_stays_and_a_menu_without_recomputation_is_left():
 def test_acceptance_leaves_out_what_measures_idle():
     gradients = lambda policies, x: ({"w": x}, [1.0])  # noqa: E731
     profile = profiler({UP: 2.0, GATE: 0.0, Q: 1.0}, [])
-    made = accept(PLAN, gradients, [jax.numpy.ones(2)], profile=profile)
+    own = lambda policies: Memory(5 if GC in policies else 10, 0, 0, 10, 0, 0)  # noqa: E731
+    made = accept(PLAN, gradients, [jax.numpy.ones(2)], profile=profile, memory=own)
     assert made.policies == (UP, UP, GC, Q) and made.acceptance is not None
     assert made.accepted and made.acceptance["removed"][0].startswith("gate=store of 1 block")
-    high = accept(PLAN, gradients, [jax.numpy.ones(2)], profile=profile, peak=lambda p: 101)
+    assert made.memory == own(made.policies) != PLAN.memory
+    assert made.predicted == 20 and len(made.trials) == 1
+    over = Memory(101, 0, 0, 0, 0, 0)
+    high = accept(PLAN, gradients, [jax.numpy.ones(2)], profile=profile, memory=lambda p: over)
     assert not high.accepted and high.policies == PLAN.policies
-    worse = lambda policies: 101 if GC in policies else 20  # noqa: E731
-    stays = accept(PLAN, gradients, [jax.numpy.ones(2)], profile=profile, peak=worse)
+    worse = lambda policies: over if GC in policies else MEMORY  # noqa: E731
+    stays = accept(PLAN, gradients, [jax.numpy.ones(2)], profile=profile, memory=worse)
     assert stays.accepted and stays.policies == PLAN.policies
     assert stays.acceptance is not None and stays.acceptance["removed"] == ()
     with pytest.raises(ValueError, match="held out"):

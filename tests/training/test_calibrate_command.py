@@ -2,18 +2,24 @@
 
 import dataclasses
 import json
+import math
 import re
+import types
 from pathlib import Path
 from typing import Any
 
 import jax
 import optax
 import pytest
+from flax import nnx
 
 import hilore_jax as hl
 from hilore_jax import cli
 from hilore_jax.models.config import LoraConfig
 from hilore_jax.models.shapes import to_hf
+from hilore_jax.planning.device_memory import DevicePeak
+from hilore_jax.planning.leave_names import BlockView
+from hilore_jax.planning.memory import Memory
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.plan import Plan
 from hilore_jax.training import accept_command, calibrate_command, trainer
@@ -195,6 +201,120 @@ def test_accept_checks_before_sampling(graded, no_work, changes, message, tmp_pa
     monkeypatch.setattr(accept_command, "load_parts", loaded)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         run_accept(AcceptOptions(**{**SIZES, "plan": "p.json", **changes}))
+
+
+@pytest.fixture
+def held_out(graded, monkeypatch):
+    """Two updates of exposures that a test sets, and gradients of norm 1 without compiling any."""
+    config = AcceptOptions(**SIZES, plan="").training()
+    update = training_update(graded.model.config, config)
+    batch = update.arguments((GC,) * 2)[1]
+    batch = jax.tree.map(lambda s: jax.numpy.ones(s.shape, s.dtype), batch)
+    seen: Any = types.SimpleNamespace(events=[], exposures=[0.4, 0.4], errors={}, peaks=None)
+
+    def real(*args, **how):
+        seen.events.append("sampled")
+        numbered = [dataclasses.replace(batch, logp_old=i * batch.logp_old) for i in range(2)]
+        return Measured(nnx.graphdef(graded.model), None, None, tuple(numbered))
+
+    def gradients(policies, batch):
+        error = seen.errors.get(policies[0], 0.0)
+        which = int(batch.logp_old[0, 0, 0])
+        return {"w": jax.numpy.array([1.0, error])}, [seen.exposures[which]] * 2
+
+    def device_peak(update, policies):
+        seen.events.append(policies)
+        return None if seen.peaks is None else seen.peaks[policies]
+
+    def compiled(update, target, policies):
+        return Memory(10, 0, 0, 0, 0, 0)
+
+    monkeypatch.setattr(accept_command, "real_updates", real)
+    monkeypatch.setattr(accept_command, "update_gradients", lambda *args: gradients)
+    monkeypatch.setattr(accept_command, "device_peak", device_peak)
+    monkeypatch.setattr(accept_command, "compiled_update", compiled)
+    view = BlockView(lambda policy: Entry(policy, 0, 9.0, 0, 0, 0.0), str)  # every name pays
+    monkeypatch.setattr(accept_command, "block_view", lambda *args: view)
+    seen.facts = {"jax": jax.__version__, "blocks": "2", **update.facts()}
+    return seen
+
+
+GC, INT8 = hl.Policy({}), hl.parse_policy(UP)
+
+
+def made_for(facts, policy, exposure=1.0, peak=5):
+    menu = Entry(GC, 0, 2.0, 1, 1, 0.0), Entry(INT8, 8, 1.0, 0, 0, 0.0)
+    risks, memory = ((0.0, 0.001),) * 2, Memory(peak, 0, 0, 0, 0, 0)
+    fields = {"fingerprint": facts, "block_risks": risks, "exposure": exposure}
+    return bare_plan([policy] * 2, menu, budget=10, memory=memory, **fields)
+
+
+def test_accept_takes_a_ladder_and_leaves_buckets_without_updates(
+    graded, held_out, tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "ladder.json"
+    made = [made_for(held_out.facts, INT8, e) for e in (1.0, 2.0, 4.0)]
+    edges = (1.0, 2.0, 4.0, math.inf)
+    hl.Ladder(edges, (*made, made_for(held_out.facts, GC)), share=0.5).save(path)
+    taken = []
+    monkeypatch.setattr(accept_command, "load_parts", lambda c: (taken.append(c), graded)[1])
+    held_out.exposures, held_out.errors = [0.4, 1.5], {INT8: 0.5}
+    command = ["accept", str(path), "--group", "4"]
+    assert cli.main(command) == 1  # a plan was rejected
+    assert taken[0].ladder == str(path) and taken[0].allow_rejected and not taken[0].plan
+    assert (taken[0].micro_rows, taken[0].prompts) == (2, 1)  # from the ladder
+    found = hl.Ladder.load(path)
+    assert [plan.accepted for plan in found.plans] == [False, False, None, None]
+    out = capsys.readouterr().out
+    assert "bucket up to exposure 1: rejected: its mean gradient error of 0.5" in out
+    assert "bucket up to exposure 4: not tried, none of the 2 updates has its exposure" in out
+    held_out.errors = {INT8: 0.01}
+    assert cli.main([*command, "--out", str(tmp_path / "new.json")]) == 0
+    found = hl.Ladder.load(tmp_path / "new.json")
+    assert [plan.accepted for plan in found.plans] == [True, True, None, None]
+    # Microbatches with half of the tokens: what was planned for.
+    assert "bucket up to exposure 1: accepted: peak 10 of 10 bytes" in capsys.readouterr().out
+
+
+def test_accept_measures_on_a_device_that_counts_and_before_anything_else(
+    graded, held_out, tmp_path, capsys
+):
+    path = str(tmp_path / "plan.json")
+    made_for(held_out.facts, INT8).save(path)
+    options = AcceptOptions(**SIZES, plan=path)
+    (made,) = run_accept(options, graded)
+    assert made.accepted and held_out.events == [(INT8, INT8), "sampled"]
+    said = capsys.readouterr()
+    assert "only compiled peaks are compared" in said.err and "it counts no memory" in said.err
+    assert "peak 10 of 10 bytes, compiled only" in said.out
+    for nbytes, accepted in ((10, True), (11, False)):
+        held_out.peaks, held_out.events = {(INT8, INT8): DevicePeak(nbytes, True)}, []
+        (made,) = run_accept(options, graded)
+        assert made.accepted is accepted and made.acceptance is not None
+        assert (made.acceptance["peak"], made.acceptance["measured"]) == (10, nbytes)
+        assert held_out.events == [(INT8, INT8), "sampled"]  # once, and first
+        said = capsys.readouterr()
+        assert "only compiled" not in said.err and f"{nbytes} measured" in said.out.replace(
+            " bytes measured", " measured"
+        )
+    # A plan for another device: nothing here can be measured, or compiled again.
+    other = dataclasses.replace(made_for(held_out.facts, INT8, peak=7), target="cuda:h200")
+    other.save(path)
+    held_out.events.clear()
+    (made,) = run_accept(options, graded)
+    assert made.acceptance is not None and made.acceptance["peak"] == 7
+    assert held_out.events == ["sampled"]
+    assert "only compiled peaks are compared" in (err := capsys.readouterr().err)
+    assert "made for cuda:h200" in err
+
+
+def test_a_ladders_plans_are_measured_from_the_least_peak_up(graded, held_out, tmp_path):
+    path = str(tmp_path / "ladder.json")
+    high, low = made_for(held_out.facts, INT8, 2.0, peak=9), made_for(held_out.facts, GC, peak=3)
+    hl.Ladder((1.0, 2.0, math.inf), (high, low, low), share=0.5).save(path)
+    held_out.peaks = {(INT8, INT8): DevicePeak(9, True), (GC, GC): DevicePeak(3, True)}
+    run_accept(AcceptOptions(**SIZES, plan=path), graded)
+    assert held_out.events == [(GC, GC), (INT8, INT8), "sampled"]
 
 
 def test_an_interrupted_calibration_says_how_to_go_on(graded, tmp_path, monkeypatch):

@@ -1,12 +1,18 @@
 """Settings are checked as a whole, before anything is loaded."""
 
 import dataclasses
+import json
+import math
 from pathlib import Path
 
 import pytest
 
+import hilore_jax as hl
+from hilore_jax.planning.menu import Entry
+from hilore_jax.training import checkpoint
 from hilore_jax.training.config import TrainConfig, check, faults
 from hilore_jax.training.trainer import train
+from plans import bare_plan
 
 
 @pytest.fixture
@@ -42,6 +48,8 @@ def test_defaults_are_sound(config):
         ({"task_args": "min_terms"}, "task_args: .*key=value"),
         ({"ladder": "missing.json"}, r"--ladder missing\.json: no such file; hilore plan"),
         ({"ladder": "l.json", "policy": "store"}, "policy 'store' and a ladder"),
+        ({"ladder": "l.json", "plan": "p.json"}, "plan 'p.json' and ladder 'l.json': a run is und"),
+        ({"plan": "p.json", "policy": "store"}, "policy 'store' and a plan: it holds the policies"),
         ({"plan": "config.json"}, r"--plan config\.json is not a plan file: it holds a policy"),
         ({"policy": "plan.json"}, r"policy: plan\.json is not a policy file: it holds a plan"),
         ({"run_dir": "config.json/run"}, r"config\.json is a file, expected a folder"),
@@ -92,3 +100,79 @@ def test_fingerprint_ignores_what_may_change_and_reads_policy_files(config, tmp_
     spelled = changed(config, policy="mlp_gate=int8")
     file.write_text(spelled.parsed_policy.to_json())
     assert changed(config, policy=str(file)).fingerprint() == spelled.fingerprint()
+
+
+GC, UP = hl.Policy({}), hl.Policy({"mlp_up": hl.Compress("int8")})
+GATED = {
+    "block_risks": ((0.0, 0.002), (0.0, 0.004)),
+    "exposure": 0.5,
+    "norm": 0.25,
+    "paper": False,
+}
+MENU = (Entry(GC, 0, 3.0, 1, 1, 0.0), Entry(UP, 8, 1.0, 0, 0, 0.004))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "said"),
+    [
+        ({"block_risks": ((0.0, 0.002), (0.0, 0.003))}, "block_risks", r"\[0.002, 0.003\]"),
+        ({"exposure": 0.25}, "exposure", "0.25"),
+        ({"norm": 0.5}, "norm", "0.5"),
+        ({"norm": None}, "norm", "None"),
+        ({"paper": True}, "form", "'paper'"),
+        (
+            {"menu": (MENU[0], dataclasses.replace(MENU[1], seconds=2.0))},
+            "seconds",
+            r"\[1.0, 1.0\]",
+        ),
+        (
+            {"menu": (dataclasses.replace(MENU[0], seconds=5.0), MENU[1])},
+            "seconds",
+            r"\[4.0, 4.0\]",
+        ),
+    ],
+)
+def test_another_gate_is_another_run(config, tmp_path, changes, name, said):
+    plan, saved = tmp_path / "plan.json", tmp_path / "checkpoint"
+    gated = changed(config, plan=str(plan), gate=True)
+    made = bare_plan([UP] * 2, MENU, **GATED)
+    made.save(plan)
+    saved.mkdir()
+    before = json.loads(json.dumps(gated.fingerprint()))  # as a checkpoint keeps it
+    checkpoint._check_fingerprint(saved, before, gated.fingerprint())
+    dataclasses.replace(made, **changes).save(plan)
+    with pytest.raises(ValueError, match=f"gate {name}: checkpoint .*, this run {said}") as caught:
+        checkpoint._check_fingerprint(saved, before, gated.fingerprint())
+    assert str(caught.value).count(": checkpoint ") == 1
+    # A run that is under the plan as it is reads nothing of that.
+    static = changed(gated, gate=False)
+    after = static.fingerprint()
+    made.save(plan)
+    assert static.fingerprint() == after and "gate norm" not in after
+
+
+def test_a_verdict_does_not_make_another_run_and_another_bucket_does(config, tmp_path):
+    path = tmp_path / "ladder.json"
+    laddered = changed(config, ladder=str(path))
+    low, exact = bare_plan([UP] * 2, MENU, **GATED), bare_plan([GC] * 2, MENU, **GATED)
+    ladder = hl.Ladder((0.5, math.inf), (low, exact), 0.015)
+    ladder.save(path)
+    before = laddered.fingerprint()
+    found = {"accepted": True, "reason": "good", "peak": 1, "errors": (0.001,), "removed": ()}
+    found |= {"predicted": 0.001, "error": 0.001, "limit": 0.015}
+    tried = dataclasses.replace(low, accepted=True, acceptance=found)
+    dataclasses.replace(ladder, plans=(tried, exact)).save(path)
+    assert laddered.fingerprint() == before
+    risks = ((0.0, 0.002), (0.0, 0.005))
+    for other in (
+        dataclasses.replace(ladder, edges=(0.25, math.inf)),
+        dataclasses.replace(ladder, risk=0.02),
+        dataclasses.replace(ladder, share=0.5),
+        dataclasses.replace(ladder, plans=(exact, exact)),
+        dataclasses.replace(ladder, plans=(dataclasses.replace(low, norm=1.0), exact)),
+        dataclasses.replace(ladder, plans=(dataclasses.replace(low, block_risks=risks), exact)),
+    ):
+        other.save(path)
+        found = laddered.fingerprint()
+        assert found["ladder"] != before["ladder"]
+        assert {**found, "ladder": None} == {**before, "ladder": None}

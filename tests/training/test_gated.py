@@ -214,7 +214,8 @@ def test_an_update_reports_its_gate_and_stays_within_the_risk(tiny, batch, quick
     policies = (INT4, GC)
     graphdef, state = init_state(tiny(), optax.sgd(0.1), jax.random.key(0), NORM)
     gate: dict[str, Any] = {
-        "coefficients": np.array([0.04, 1e9]),
+        # The second would decode in every microbatch, if there were anything to decode.
+        "coefficients": np.array([0.04, 1e-9]),
         "seconds": np.ones(2),
         "risk": RISK,
         "norm": NORM,

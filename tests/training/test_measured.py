@@ -147,6 +147,13 @@ def test_risks_of_an_update():
     at = {**micro, "grad_norm_ema": np.float32(0.25)}
     assert risk_metrics(at, plan(norm=0.5))["risk_used"] == pytest.approx(0.01)
     assert risk_metrics(micro, plan(norm=0.5)) == risk_metrics(at, plan()) == found
+    # At exposure 0 nothing has a risk; what a plan for it does at more is not known, unless it is
+    # exact.
+    none = plan(exposure=0.0, block_risks=((0.0, 0.0),) * 2)
+    for exposures, risk in ([0.0, 0.0], 0.0), ([0.0, 0.4], math.inf), ([math.nan], math.inf):
+        assert risk_metrics({"micro_exposure": exposures}, none)["risk_used"] == risk
+    exact = dataclasses.replace(none, policies=(GC, GC))
+    assert risk_metrics(micro, exact)["risk_used"] == 0.0
     # Risks that were not calibrated do not follow the exposure.
     fixed = plan(exposure=None, block_risks=None, menu=(Entry(INT4, 1, 1.0, 1, 1, 0.003),))
     of_update = {"risk_used": pytest.approx(0.003 * 2**0.5), "risk_budget": 0.015}

@@ -102,7 +102,9 @@ def test_a_ladder_is_written_and_read_by_train(run, calibration, tmp_path, capsy
     monkeypatch.setattr("hilore_jax.planning.rungs.plan", counted)
     options = ["--target", "cpu", "--memory", "9x-gc", "--calibration", calibration]
     assert run(*options, "--micro", "4", "--risk", "0.02", "--ladder", str(out)) == 0
-    assert "ladder of 3 plans" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "ladder of 3 plans" in said.out
+    assert "the ladder's buckets: the calibration does not say of which batch" in said.err
     # A quarter of the tokens has half of R.
     assert asked == [(0.5, 0.01), (1.0, 0.01), (1.0, 0.0)]
     ladder = hl.Ladder.load(out)
@@ -116,6 +118,65 @@ def test_a_ladder_is_written_and_read_by_train(run, calibration, tmp_path, capsy
     )
     strategy = make_strategy(config, CONFIG, nnx.split(model)[0], optax.sgd(1.0))
     assert isinstance(strategy, LadderedUpdate) and strategy.buckets == ladder.buckets
+
+
+def with_batch(calibration):
+    """The calibration, as of 4 microbatches of 2 sequences of 64 tokens."""
+    made = hl.Calibration.load(calibration)
+    facts = {
+        "microbatches of an update": "4",
+        "sequences of a microbatch": "2",
+        "tokens of a sequence": "64",
+        "scored tokens of a sequence": "63",
+    }
+    dataclasses.replace(made, fingerprint={**made.fingerprint, **facts}).save(calibration)
+    return calibration
+
+
+@pytest.fixture
+def exposures(monkeypatch):
+    """What plans are asked for, none of which is made."""
+    asked = []
+
+    def plan(update, args, *, exposure, budget, **options):
+        asked.append((exposure, budget.risk))
+        return bare_plan([GC], [Entry(GC, 0, 0.0, 0, 0, 0.0)])
+
+    monkeypatch.setattr(plan_command, "plan", plan)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "guess"),
+    [
+        (["--micro", "1"], "1 microbatches of 2 sequences of 64 tokens, 63", "about 2.6 where"),
+        (["--micro", "8"], "8 microbatches of 2 sequences of 64 tokens, 63", "about 0.325 where"),
+        (["--batch", "4x64"], "4 microbatches of 4 sequences of 64 tokens, 63", "about 0.65 where"),
+        (["--batch", "2x128"], "4 microbatches of 2 sequences of 128 tokens", "about 0.65 where"),
+        (["--completion", "9"], "4 microbatches of 2 sequences of 64 tokens, 9", "about 0.65"),
+    ],
+)
+def test_the_exposure_of_another_batch_is_not_taken(
+    run, calibration, exposures, capsys, options, words, guess
+):
+    how = ["--target", "cpu", "--calibration", with_batch(calibration)]
+    assert run(*how) == 0
+    # The batch is the calibration's where it is not given: a quarter of the tokens, half of R.
+    assert exposures == [(None, 0.0075)]
+    assert run(*how, *options) == 2
+    err = capsys.readouterr().err
+    assert f"this plan is for updates of {words}" in err and guess in err
+    assert "(median 0.65) are of updates of 4 microbatches of 2 sequences of 64 tokens, 63" in err
+    assert "--batch 2x64 --completion 63 --micro 4" in err
+    assert run(*how, *options, "--exposure", "0.25") == 0
+    assert [exposure for exposure, _ in exposures] == [None, 0.25]
+
+
+def test_a_calibration_that_names_no_batch_needs_an_exposure(run, calibration, exposures, capsys):
+    how = ["--target", "cpu", "--calibration", calibration]
+    assert run(*how) == 2
+    assert "does not say of which batch its exposures are (median 0.65)" in capsys.readouterr().err
+    assert run(*how, "--exposure", "0") == 0 and exposures == [(0.0, 0.015)]
 
 
 def test_a_ladder_needs_a_calibration_and_no_plan(run, calibration, capsys):

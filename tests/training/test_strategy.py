@@ -83,10 +83,16 @@ def test_the_gate_reads_risks_by_exposure_from_a_calibrated_plan(tmp_path):
     assert gate_options(hl.Plan.load(linear.plan))["paper"] is True
 
 
-@pytest.mark.parametrize("changes", [{"block_risks": None}, {"exposure": 0.0}])
-def test_a_plan_without_such_risks_cannot_be_gated(tmp_path, tiny, changes):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_risks": None}, "needs risks measured by exposure"),
+        ({"exposure": 0.0}, "this plan is for exposure 0, at which all of them are 0: plan for"),
+    ],
+)
+def test_a_plan_without_such_risks_cannot_be_gated(tmp_path, tiny, changes, message):
     config, model = planned(tmp_path / "plan.json", **changes), tiny()
-    with pytest.raises(ValueError, match="needs risks measured by exposure"):
+    with pytest.raises(ValueError, match=message):
         make_strategy(config, model.config, nnx.graphdef(model), optax.sgd(1.0))
 
 
@@ -106,6 +112,26 @@ def test_risks_follow_the_gradients_norm_from_the_calibrations(tmp_path, tiny, c
     assert not caplog.records
     assert calibrated_norm(planned(path), shape) is None
     assert f"{path} was written before plans kept the gradient norm" in caplog.text
+
+
+def test_a_rejected_plan_of_a_ladder_is_refused_unless_that_is_allowed(tmp_path, tiny):
+    path, shape = tmp_path / "ladder.json", tiny().config
+    made = hl.Plan.load(planned(tmp_path / "plan.json").plan)
+    exact = dataclasses.replace(made, policies=(hl.Policy({}),) * 2)
+    config = dataclasses.replace(CONFIG, policy="gc", ladder=str(path))
+    found = {"accepted": False, "reason": "it is bad", "peak": 1, "errors": (0.5,), "removed": ()}
+    found |= {"predicted": 0.5, "error": 0.5, "limit": 0.015}
+    bad = dataclasses.replace(made, accepted=False, acceptance=found)
+    good = dataclasses.replace(made, accepted=True, acceptance={**found, "accepted": True})
+    Ladder((0.25, 0.5, math.inf), (good, bad, exact)).save(path)
+    message = r"bucket up to exposure 0.5 in .*ladder.json was rejected: it is bad.*allow-rejected"
+    for use in (plans, segment_lengths, calibrated_norm):
+        with pytest.raises(ValueError, match=message):
+            use(config, shape)
+    allowed = dataclasses.replace(config, allow_rejected=True)
+    assert len(plans(allowed, shape)) == 3
+    Ladder((0.25, 0.5, math.inf), (good, made, exact)).save(path)  # not tried is not rejected
+    assert len(plans(config, shape)) == 3
 
 
 def test_settings_that_do_not_go_with_a_gate(tmp_path):
