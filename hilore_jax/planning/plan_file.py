@@ -1,6 +1,7 @@
 """Plans as JSON: what is written, and what is checked of a file that is read."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.menus import BlockRisks
 from hilore_jax.planning.plan import Plan, Trial, runs
 
-FORMAT = Format("plan", (1, 2, 3, 4), "plan again", ("menu", "trials"))
+FORMAT = Format("plan", (1, 2, 3, 4, 5), "plan again", ("menu", "trials"))
 _LATER: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(("block_risks", "exposure", "accepted", "acceptance"), (2, None)),
     "paper": (2, False),
@@ -109,7 +110,7 @@ def read_plan(schema: int, file: Field, situation: Mapping[str, str] | None = No
         exposure=found["exposure"].maybe(Field.number_or_inf),
         paper=found["paper"].flag(),
         accepted=found["accepted"].maybe(Field.flag),
-        acceptance=found["acceptance"].maybe(_acceptance),
+        acceptance=found["acceptance"].maybe(functools.partial(_acceptance, schema)),
         measured=found["measured"].maybe(_measured),
         share=found["share"].maybe(lambda f: f.number(above=0.0, most=1.0)),
         norm=found["norm"].maybe(lambda f: f.number(above=0.0)),
@@ -188,11 +189,11 @@ def _risks(field: Field, blocks: int, entries: int) -> BlockRisks:
     return tuple(tuple(risk.number_or_infinity() for risk in row.items()) for row in rows)
 
 
-def _acceptance(field: Field) -> dict[str, Any]:
+def _acceptance(schema: int, field: Field) -> dict[str, Any]:
     numbers = ("predicted", "error", "limit")
-    names = ("accepted", "reason", "peak", "errors", "removed", *numbers)
-    found = field.fields(names, optional=("measured",))  # which older files lack
-    measured = found.get("measured", field.at(None, "measured"))
+    later = ("measured",) if schema >= 5 else ()
+    names = ("accepted", "reason", "peak", "errors", "removed", *numbers, *later)
+    found = {"measured": field.at(None, "measured")} | field.fields(names)
     return {
         "accepted": found["accepted"].flag(),
         "reason": found["reason"].text(),
@@ -200,7 +201,7 @@ def _acceptance(field: Field) -> dict[str, Any]:
         "errors": tuple(each.number_or_infinity() for each in found["errors"].items(1)),
         "predicted": found["predicted"].number_or_infinity(),
         "removed": tuple(each.text() for each in found["removed"].items()),
-        "measured": measured.maybe(Field.whole),
+        "measured": found["measured"].maybe(Field.whole),
         "error": found["error"].number_or_infinity(),
         "limit": found["limit"].number(),
     }

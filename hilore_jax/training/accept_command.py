@@ -103,7 +103,7 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan,
     say(f"sampling {config.updates} updates")
     data = real_updates(training, parts, config.updates, first=config.first, progress=True)
     # Of a measured plan, entries that were not timed have no seconds to compare.
-    modelled = here and device.platform == "cpu" and plans[0].cost == "modelled"
+    modelled = here and plans[0].cost == "modelled"
     say("gradients of each update: exact ones first, then under the plan")
     with Bar(True, None, "step") as bar:
         memory = functools.partial(compiled_update, update, plans[0].target)

@@ -75,6 +75,7 @@ def whole():
             "removed": ("h of [h=store]",),
             "error": math.inf,
             "limit": 0.015,
+            "measured": 3,
         },
     )
 
@@ -165,7 +166,7 @@ def edited(**changes):
 
 
 CASES = {
-    "schema null": (edited(schema=None), r"schema null, this hilore_jax reads 1, .*4: plan again"),
+    "schema null": (edited(schema=None), r"schema null, this hilore_jax reads 1, .*5: plan again"),
     "schema true": (edited(schema=True), r"schema true, this hilore_jax reads .*plan again"),
     "schema newer": (edited(schema=99), r"schema 99, this hilore_jax reads .*install a newer"),
     "schema older": (edited(schema=0), r"schema 0, this hilore_jax reads .*plan again"),
@@ -285,6 +286,10 @@ def test_older_files_lack_what_came_later():
         assert read(older) == dataclasses.replace(real(), share=None)
     with pytest.raises(ValueError, match="the field measured is missing"):
         read(older | {"schema": 3})
+    fields = as_json(whole())
+    before = {name: value for name, value in fields["acceptance"].items() if name != "measured"}
+    found = read(fields | {"acceptance": before, "schema": 4})
+    assert found.acceptance == {**(whole().acceptance or {}), "measured": None}
 
 
 # Ladders and calibrations
