@@ -116,7 +116,7 @@ def sketch_linears(
         if not any(re.search(p, name) for p in patterns):
             continue
         _check_linear(name, linear, sketches.rank)
-        sketched = SketchedLinear(linear, sketches, name, update)
+        sketched = SketchedLinear(linear, sketches, name or "linear", update)
         if not path:
             return sketched
         _put(result, path, sketched)

@@ -72,7 +72,7 @@ def propose(
     *,
     weight_square: ArrayLike,
     ratio: ArrayLike,
-    max_norm: float | None = None,
+    max_norm: ArrayLike | None = None,
     dense_gradient_square: ArrayLike = 0.0,
     b2: ArrayLike = 0.95,
 ) -> Proposal:

@@ -147,7 +147,7 @@ def update_scale(
     return jnp.where(moves, ratio * jnp.sqrt(weight_square / over), 0.0).astype(jnp.float32)
 
 
-def clip_scale(gradient_square: ArrayLike, max_norm: float | None) -> Float[Array, ""]:
+def clip_scale(gradient_square: ArrayLike, max_norm: ArrayLike | None) -> Float[Array, ""]:
     """The factor, at most 1, that brings sketches to a dense gradient norm of `max_norm`.
 
     Args:

@@ -23,7 +23,7 @@ from hilore_jax.planning.fingerprint import fingerprint
 from hilore_jax.planning.plan import Blocks, Plan
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig
-from hilore_jax.training.logra_config import dense_optimizer, settings_of
+from hilore_jax.training.logra_config import settings_of
 from hilore_jax.training.logra_state import LograSettings, init_logra_state
 from hilore_jax.training.logra_update import make_logra_update
 from hilore_jax.training.situation import check_situation, model_facts, update_facts
@@ -53,10 +53,11 @@ class AbstractUpdate:
         rows: sequences of a microbatch.
         seq: tokens a sequence.
         completion: scored tokens of a sequence, its last ones.
-        optimizer: of the trained parameters; with sketches of the others, None: they are frozen.
+        optimizer: of the trained parameters; with sketches, of the others, if they are `dense`.
         head: "chunked" (`token_logprobs`), or "whole" logits, the baseline.
         beta: weight of the reference term; 0 leaves reference log-probs out.
         logra: the step's size, where the config has sketches; None: the paper's.
+        dense: with sketches, all other parameters train too; else they are frozen.
     """
 
     config: DecoderConfig
@@ -64,10 +65,11 @@ class AbstractUpdate:
     rows: int
     seq: int
     completion: int
-    optimizer: optax.GradientTransformation | None
+    optimizer: optax.GradientTransformation
     head: str = "chunked"
     beta: float = 1e-3
     logra: LograSettings | None = None
+    dense: bool = False
 
     def __call__(self, policies: Sequence[Policy], state: TrainState, batch: Batch) -> Any:
         """`update(policies, state, batch) -> (state, metrics)`."""
@@ -77,11 +79,11 @@ class AbstractUpdate:
                 self.config,
                 _lengths(policies),
                 self.logra or LograSettings(),
-                dense=self.optimizer,
+                dense=self._dense,
                 **options,
             )
         else:
-            update = make_actor_update(self._state(policies)[0], self._adamw, **options)
+            update = make_actor_update(self._state(policies)[0], self.optimizer, **options)
         return update(tuple(policies), state, batch)
 
     def arguments(self, policies: Sequence[Policy]) -> tuple[TrainState, Batch]:
@@ -113,15 +115,13 @@ class AbstractUpdate:
         def is_trained(path: tuple[Any, ...], variable: Any) -> bool:
             if path[-1] in ("slot", "key"):
                 return path[-1] == "slot"
-            return self.optimizer is not None and not (path[0] in targets and path[-1] == "kernel")
+            return self.dense and not (path[0] in targets and path[-1] == "kernel")
 
         return is_trained
 
     @property
-    def _adamw(self) -> optax.GradientTransformation:
-        if self.optimizer is None:
-            raise ValueError("an update without sketches needs an optimizer, found None")
-        return self.optimizer
+    def _dense(self) -> optax.GradientTransformation | None:
+        return self.optimizer if self.dense else None
 
     def random_arguments(self) -> Callable[[Sequence[Policy]], tuple[TrainState, Batch]]:
         """Makes arrays of those shapes, random weights and tokens, to time updates on.
@@ -156,8 +156,8 @@ class AbstractUpdate:
         model = Decoder(plain, segments=lengths, rngs=nnx.Rngs(0))
         key = jax.random.key(0)
         if self.config.sketches is not None:
-            return init_logra_state(model, self.config, key, dense=self.optimizer)
-        return init_state(model, self._adamw, key)
+            return init_logra_state(model, self.config, key, dense=self._dense)
+        return init_state(model, self.optimizer, key)
 
     def _batch(self) -> Batch:
         return jax.eval_shape(self._values)
@@ -185,19 +185,16 @@ def _lengths(policies: Sequence[Policy]) -> tuple[int, ...]:
 
 def training_update(shape: DecoderConfig, config: TrainConfig) -> AbstractUpdate:
     """The update of a training run of a model of this shape."""
-    optimizer = optax.adamw(config.learning_rate, weight_decay=config.weight_decay)
-    logra = {}
-    if shape.sketches is not None:
-        optimizer, logra = dense_optimizer(config, optimizer), {"logra": settings_of(config)}
     return AbstractUpdate(
         shape,
         micro=config.rows // config.micro_rows,
         rows=config.micro_rows,
         seq=config.prompt_length + config.completion_length,
         completion=config.completion_length,
-        optimizer=optimizer,
+        optimizer=optax.adamw(config.learning_rate, weight_decay=config.weight_decay),
         beta=config.beta,
-        **logra,
+        logra=None if shape.sketches is None else settings_of(config),
+        dense=config.dense == "adamw",
     )
 
 

@@ -158,7 +158,7 @@ def make_logra_update(
         keys = _keys(config, stacks, state)
         view = sketching(config, stacks, keys, state)
         grads, metrics = gradients(policies, view, batch)  # pyright: ignore[reportArgumentType]
-        old: LograState = state.opt_state  # pyright: ignore[reportAssignmentType]
+        old: LograState = state.opt_state
         kernels = {name: stacked(state.params, "kernel")[name] for name in widths}
         found, rest = stacked(grads, "slot"), dense_part(grads, widths)
         grams, weights = grams_of(sketches, keys, widths), weight_square(kernels)

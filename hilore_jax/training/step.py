@@ -35,7 +35,7 @@ class TrainState:
 
     params: nnx.State  # trainable
     frozen: nnx.State
-    opt_state: optax.OptState
+    opt_state: Any  # the optimizer's; of LoGRA, a `training.logra_state.LograState`
     step: Int[Array, ""]  # int32
     key: Key[Array, ""]  # the run's key; randomness of update n is fold_in(key, n)
     ghat: Float[Array, ""] | None = None  # float32, the moving norm that divides calibrated risks
