@@ -1,6 +1,6 @@
 """Remat, compression and planning of what backward reads, for RL training of language models."""
 
-from hilore_jax import grpo
+from hilore_jax import grpo, logra
 from hilore_jax.actions import Action, Compress, Offload, Policy, Recompute, Store
 from hilore_jax.compiler import compiler_options
 from hilore_jax.explain import Explanation, explain
@@ -34,6 +34,7 @@ __all__ = [
     "explain",
     "gated_blocks",
     "grpo",
+    "logra",
     "parse_policy",
     "plan",
     "plan_ladder",

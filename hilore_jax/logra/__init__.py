@@ -4,6 +4,9 @@ from hilore_jax.logra.follower import Follower as Follower
 from hilore_jax.logra.follower import follow as follow
 from hilore_jax.logra.kl import predicted_kl as predicted_kl
 from hilore_jax.logra.kl import realized_kl as realized_kl
+from hilore_jax.logra.linear import SketchKey as SketchKey
+from hilore_jax.logra.linear import SketchSlot as SketchSlot
+from hilore_jax.logra.linear import sketch_linears as sketch_linears
 from hilore_jax.logra.merge import merge_factor as merge_factor
 from hilore_jax.logra.message import GapError as GapError
 from hilore_jax.logra.message import PacketError as PacketError
@@ -36,6 +39,8 @@ __all__ = [
     "GapError",
     "Packet",
     "PacketError",
+    "SketchKey",
+    "SketchSlot",
     "Sketches",
     "SocketClient",
     "SocketServer",
@@ -56,6 +61,7 @@ __all__ = [
     "realized_kl",
     "row_adam",
     "scale_by_logra",
+    "sketch_linears",
     "sketched_dense",
     "step_control",
 ]

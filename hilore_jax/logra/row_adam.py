@@ -98,10 +98,31 @@ def dense_square(
         >>> float(dense_square(jnp.array([[1.0], [2.0]]), jnp.array([[3.0, 4.0]])))
         125.0
     """
+    return gram_square(factor, gram(a))
+
+
+def gram(a: Float[Array, "rank d_in"]) -> Float[Array, "rank rank"]:
+    """`A A^T`, float32: all that the norm of `F A` needs of the projection.
+
+    Example:
+        >>> gram(jnp.array([[3.0, 4.0]])).tolist()
+        [[25.0]]
+    """
     wide = a.astype(jnp.float32)
-    gram = jnp.matmul(wide, wide.T, precision="highest")
+    return jnp.matmul(wide, wide.T, precision="highest")
+
+
+def gram_square(
+    factor: Float[Array, "*n d_out rank"], gram: Float[Array, "*n rank rank"]
+) -> Float[Array, "*n"]:
+    """`<F (A A^T), F>` of one layer or of a stack, `dense_square` where `gram` is known.
+
+    Example:
+        >>> float(gram_square(jnp.array([[1.0], [2.0]]), jnp.array([[25.0]])))
+        125.0
+    """
     moved = jnp.matmul(factor, gram, precision="highest")
-    return jnp.maximum(jnp.sum(moved * factor), 0.0)
+    return jnp.maximum(jnp.sum(moved * factor, axis=(-2, -1)), 0.0)
 
 
 def update_scale(
@@ -126,7 +147,7 @@ def update_scale(
     return jnp.where(moves, ratio * jnp.sqrt(weight_square / over), 0.0).astype(jnp.float32)
 
 
-def clip_scale(gradient_square: ArrayLike, max_norm: float | None) -> Float[Array, ""]:
+def clip_scale(gradient_square: ArrayLike, max_norm: ArrayLike | None) -> Float[Array, ""]:
     """The factor, at most 1, that brings sketches to a dense gradient norm of `max_norm`.
 
     Args:

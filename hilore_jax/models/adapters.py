@@ -38,8 +38,10 @@ def add_lora(decoder: Decoder, lora: LoraConfig, *, rngs: nnx.Rngs) -> Decoder:
         raise ValueError(
             f"the decoder already has adapters, {decoder.config.lora}; fold them with merge_lora"
         )
-    result = _abstract(dataclasses.replace(decoder.config, lora=lora), decoder.segment_lengths)
-    _share(decoder, result)
+    result = abstract_decoder(
+        dataclasses.replace(decoder.config, lora=lora), decoder.segment_lengths
+    )
+    share_arrays(decoder, result)
     for path, variable in nnx.iter_graph(result):
         if isinstance(variable, nnx.LoRAParam):
             shape, dtype = variable.get_value().shape, variable.get_value().dtype
@@ -73,8 +75,10 @@ def merge_lora(decoder: Decoder) -> Decoder:
         >>> merge_lora(Decoder(config, rngs=nnx.Rngs(0))).config.lora is None
         True
     """
-    result = _abstract(dataclasses.replace(decoder.config, lora=None), decoder.segment_lengths)
-    _share(decoder, result)
+    result = abstract_decoder(
+        dataclasses.replace(decoder.config, lora=None), decoder.segment_lengths
+    )
+    share_arrays(decoder, result)
     for source, target in zip(decoder.segments, result.segments, strict=True):
         for name in LINEARS:
             linear = getattr(source, name)
@@ -85,11 +89,12 @@ def merge_lora(decoder: Decoder) -> Decoder:
     return result
 
 
-def _abstract(config: DecoderConfig, segments: tuple[int, ...]) -> Decoder:
+def abstract_decoder(config: DecoderConfig, segments: tuple[int, ...]) -> Decoder:
+    """A decoder of shapes alone, for arrays of another to be put in."""
     return nnx.eval_shape(lambda: Decoder(config, segments=segments, rngs=nnx.Rngs(0)))
 
 
-def _share(source: Decoder, target: Decoder) -> None:
+def share_arrays(source: Decoder, target: Decoder) -> None:
     """Points target's variables at source's arrays, by path, where both have the path."""
     arrays = dict(nnx.to_flat_state(nnx.state(source)))
     for path, variable in nnx.to_flat_state(nnx.state(target)):

@@ -11,10 +11,10 @@ from jaxtyping import Array, Bool, Float, PyTree
 from hilore_jax.models.attention import attention
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.linear import LinearFactory
-from hilore_jax.models.lora import dense_or_lora
 from hilore_jax.models.names import named
 from hilore_jax.models.rope import rotate
 from hilore_jax.models.sharding import by_rows
+from hilore_jax.models.sketched_dense import choose_linear
 
 Heads = tuple[
     Float[Array, "batch seq q_width"],
@@ -52,7 +52,7 @@ class Block(nnx.Module):
 
     Args:
         config: shapes and switches.
-        linear: makes each linear map from its name; dense or LoRA by default.
+        linear: makes each linear map from its name; dense, LoRA or sketched by default.
         rngs: source of the initial weights.
 
     Example:
@@ -66,7 +66,7 @@ class Block(nnx.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, *, linear: LinearFactory = dense_or_lora, rngs: nnx.Rngs
+        self, config: DecoderConfig, *, linear: LinearFactory = choose_linear, rngs: nnx.Rngs
     ):
         self.config = config
         storage = config.storage_dtype

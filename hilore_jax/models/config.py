@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from hilore_jax.logra.sketches import Sketches
+
 LINEARS: tuple[str, ...] = (
     "q_proj",
     "k_proj",
@@ -42,21 +44,48 @@ class LoraConfig:
     def __post_init__(self):
         if self.rank < 1:
             raise ValueError(f"LoRA rank is {self.rank}, expected at least 1")
-        if isinstance(self.targets, str):
-            raise ValueError(
-                f"LoRA targets is the string {self.targets!r}, expected a tuple of names, "
-                f"such as ({self.targets!r},)"
-            )
-        unknown = [name for name in self.targets if name not in LINEARS]
-        if unknown or not self.targets:
-            raise ValueError(
-                f"LoRA targets {unknown or 'are empty'}, expected some of {', '.join(LINEARS)}"
-            )
+        _check_targets("LoRA", self.targets)
 
     @property
     def scale(self) -> float:
         """The factor `alpha / rank` on `x A B`."""
         return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class SketchConfig:
+    """Linear maps whose weight gradients exist as sketches alone (LoGRA, arXiv 2610.06647).
+
+    Attributes:
+        sketches: rank, seed, kind and dtype of the projections.
+        targets: linear maps that are sketched, names from `LINEARS`.
+
+    Raises:
+        ValueError: a target is not a linear map of a block.
+
+    Example:
+        >>> SketchConfig(Sketches(rank=4)).sketches.rank
+        4
+    """
+
+    sketches: Sketches
+    targets: tuple[str, ...] = LINEARS
+
+    def __post_init__(self):
+        _check_targets("LoGRA", self.targets)
+
+
+def _check_targets(method: str, targets: tuple[str, ...]) -> None:
+    if isinstance(targets, str):
+        raise ValueError(
+            f"{method} targets is the string {targets!r}, expected a tuple of names, "
+            f"such as ({targets!r},)"
+        )
+    unknown = [name for name in targets if name not in LINEARS]
+    if unknown or not targets:
+        raise ValueError(
+            f"{method} targets {unknown or 'are empty'}, expected some of {', '.join(LINEARS)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -111,11 +140,13 @@ class DecoderConfig:
         dtype: compute dtype, "float32", "bfloat16" or "float16".
         param_dtype: storage dtype of the base weights.
         lora: adapters, or None.
+        sketches: linear maps whose gradients are sketched, or None; not beside adapters.
         rope_scaling: Llama 3 frequency scaling, or None.
         attention: "auto", "xla" or "cudnn"; "auto" is cuDNN where the default device can run it.
 
     Raises:
-        ValueError: a size is not positive, heads do not divide, or a dtype is unknown.
+        ValueError: a size is not positive, heads do not divide, a dtype is unknown, or every
+            sketched map has a side of no more than the sketches' rank.
 
     Example:
         >>> config = DecoderConfig(
@@ -141,6 +172,7 @@ class DecoderConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     lora: LoraConfig | None = None
+    sketches: SketchConfig | None = None
     rope_scaling: RopeScaling | None = None
     attention: str = "auto"
 
@@ -162,6 +194,31 @@ class DecoderConfig:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}, expected one of {', '.join(_DTYPES)}"
                 )
+
+        if self.sketches is not None:
+            self._check_sketches(self.sketches)
+
+    def _check_sketches(self, found: SketchConfig) -> None:
+        if self.lora is not None:
+            raise ValueError(
+                f"{found.sketches} beside LoRA adapters of rank {self.lora.rank}: the base weights "
+                "of adapters are frozen; leave one of the two out"
+            )
+        if not self.sketched_linears:
+            shapes = {name: self.linear_shape(name) for name in found.targets}
+            raise ValueError(
+                f"a sketch of rank {found.sketches.rank} is no smaller than the gradient of any of "
+                f"{shapes} (in, out): choose a rank below "
+                f"{max(min(shape) for shape in shapes.values())}"
+            )
+
+    @property
+    def sketched_linears(self) -> tuple[str, ...]:
+        """Linear maps whose gradients are sketched: targets with both sides above the rank."""
+        if self.sketches is None:
+            return ()
+        rank = self.sketches.sketches.rank
+        return tuple(n for n in self.sketches.targets if min(self.linear_shape(n)) > rank)
 
     @property
     def q_width(self) -> int:

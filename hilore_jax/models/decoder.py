@@ -17,6 +17,8 @@ in segment `i`, every leaf of a segment with the leading axis `n`:
     segments.<i>.down_proj.kernel                [n, d_ff, d_model]
     segments.<i>.<linear>.lora_a                 [n, in, rank]             nnx.LoRAParam, float32
     segments.<i>.<linear>.lora_b                 [n, rank, out]            nnx.LoRAParam, float32
+    segments.<i>.<linear>.slot                   [n, out, rank]            SketchSlot, float32 zeros
+    segments.<i>.<linear>.key                    [n, 2]                    SketchKey, uint32
 
 `nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))` gives that tree without allocating it;
 a loader fills it with `nnx.update(decoder, state)` or `variable.set_value(array)`.
@@ -38,9 +40,9 @@ from hilore_jax.models.block import Block, BlockFn, RMSNorm
 from hilore_jax.models.cache import Cache, decode_blocks, prefill_blocks
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.linear import LinearFactory
-from hilore_jax.models.lora import dense_or_lora
 from hilore_jax.models.restack import restack, spans
 from hilore_jax.models.rope import cos_sin, positions
+from hilore_jax.models.sketched_dense import choose_linear
 from hilore_jax.segments import scan_blocks
 
 
@@ -52,7 +54,7 @@ class Decoder(nnx.Module):
     Args:
         config: shapes and switches.
         segments: blocks in each stack, summing to `config.n_layers`; None: one stack.
-        linear: makes each linear map of a block; dense or LoRA by default.
+        linear: makes each linear map of a block; dense, LoRA or sketched by default.
         rngs: source of the initial weights.
 
     Raises:
@@ -72,7 +74,7 @@ class Decoder(nnx.Module):
         config: DecoderConfig,
         *,
         segments: tuple[int, ...] | None = None,
-        linear: LinearFactory = dense_or_lora,
+        linear: LinearFactory = choose_linear,
         rngs: nnx.Rngs,
     ):
         lengths = (config.n_layers,) if segments is None else tuple(segments)

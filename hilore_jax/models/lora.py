@@ -57,25 +57,3 @@ class LoraDense(Dense):
         """The adapter as a dense matrix, `(alpha / rank) A B`, float32 (stacked if the map is)."""
         product = jnp.matmul(self.lora_a[...], self.lora_b[...], precision="highest")
         return product * self.scale
-
-
-def dense_or_lora(name: str, config: DecoderConfig, *, rngs: nnx.Rngs) -> Dense:
-    """The default linear factory: an adapter where `config.lora` targets the map, dense elsewhere.
-
-    Args:
-        name: which linear map of the block.
-        config: shapes and adapters.
-        rngs: source of the initial weights.
-
-    Returns:
-        A module `x [..., in] -> y [..., out]`.
-
-    Example:
-        >>> config = DecoderConfig(
-        ...     vocab_size=8, d_model=4, d_ff=6, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=4
-        ... )
-        >>> type(dense_or_lora("up_proj", config, rngs=nnx.Rngs(0))).__name__
-        'Dense'
-    """
-    adapted = config.lora is not None and name in config.lora.targets
-    return (LoraDense if adapted else Dense)(name, config, rngs=rngs)

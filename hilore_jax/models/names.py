@@ -3,10 +3,13 @@
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from hilore_jax.logra.sketch import SKETCH_HIDDEN
+
 NAMES: tuple[str, ...] = (
     "block_in",
     "attn_norm",
     "lora_hidden",
+    SKETCH_HIDDEN,
     "q",
     "k",
     "v",
@@ -23,6 +26,9 @@ NAMES: tuple[str, ...] = (
 `lora_hidden` is `x A` of every adapter, there with LoRA only. The gradient of B reads it, and it is
 the one small product whose recomputation needs the exact input of each linear map: unless it is
 kept, compressing those inputs spares nothing.
+
+`sketch_hidden` is `A x` of every sketched map, there with LoGRA only: all that the sketch of its
+gradient reads (`logra.sketched_dense`, which names it).
 """
 
 

@@ -23,6 +23,9 @@ from hilore_jax.planning.fingerprint import fingerprint
 from hilore_jax.planning.plan import Blocks, Plan
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig
+from hilore_jax.training.logra_config import settings_of
+from hilore_jax.training.logra_state import LograSettings, init_logra_state
+from hilore_jax.training.logra_update import make_logra_update
 from hilore_jax.training.situation import check_situation, model_facts, update_facts
 from hilore_jax.training.step import TrainState, init_state, make_actor_update
 
@@ -50,9 +53,11 @@ class AbstractUpdate:
         rows: sequences of a microbatch.
         seq: tokens a sequence.
         completion: scored tokens of a sequence, its last ones.
-        optimizer: of the trained parameters.
+        optimizer: of the trained parameters; with sketches, of the others, if they are `dense`.
         head: "chunked" (`token_logprobs`), or "whole" logits, the baseline.
         beta: weight of the reference term; 0 leaves reference log-probs out.
+        logra: the step's size, where the config has sketches; None: the paper's.
+        dense: with sketches, all other parameters train too; else they are frozen.
     """
 
     config: DecoderConfig
@@ -63,13 +68,22 @@ class AbstractUpdate:
     optimizer: optax.GradientTransformation
     head: str = "chunked"
     beta: float = 1e-3
+    logra: LograSettings | None = None
+    dense: bool = False
 
     def __call__(self, policies: Sequence[Policy], state: TrainState, batch: Batch) -> Any:
         """`update(policies, state, batch) -> (state, metrics)`."""
-        graphdef, _ = self._state(policies)
-        update = make_actor_update(
-            graphdef, self.optimizer, beta=self.beta, logprobs=HEADS[self.head]
-        )
+        options = {"beta": self.beta, "logprobs": HEADS[self.head]}
+        if self.config.sketches is not None:
+            update = make_logra_update(
+                self.config,
+                _lengths(policies),
+                self.logra or LograSettings(),
+                dense=self._dense,
+                **options,
+            )
+        else:
+            update = make_actor_update(self._state(policies)[0], self.optimizer, **options)
         return update(tuple(policies), state, batch)
 
     def arguments(self, policies: Sequence[Policy]) -> tuple[TrainState, Batch]:
@@ -78,9 +92,8 @@ class AbstractUpdate:
 
     def blocks(self) -> Blocks:
         """The block and its arguments' shapes, trained and frozen parameters apart."""
-        kind = self._trainable
         block = nnx.eval_shape(lambda: Block(self.config, rngs=nnx.Rngs(0)))
-        graphdef, trained, frozen = nnx.split(block, kind, ...)
+        graphdef, trained, frozen = nnx.split(block, self._trainable, ...)
         tokens = (self.rows, self.seq)
         half = jax.ShapeDtypeStruct((*tokens, self.config.head_dim // 2), jnp.float32)
         x = jax.ShapeDtypeStruct((*tokens, self.config.d_model), self.config.compute_dtype)
@@ -94,8 +107,21 @@ class AbstractUpdate:
         return update_facts(self.config, micro=self.micro, beta=self.beta, **sizes)
 
     @property
-    def _trainable(self) -> type[nnx.Variable]:
-        return nnx.Param if self.config.lora is None else nnx.LoRAParam
+    def _trainable(self) -> Any:
+        if self.config.sketches is None:
+            return nnx.Param if self.config.lora is None else nnx.LoRAParam
+        targets = self.config.sketched_linears
+
+        def is_trained(path: tuple[Any, ...], variable: Any) -> bool:
+            if path[-1] in ("slot", "key"):
+                return path[-1] == "slot"
+            return self.dense and not (path[0] in targets and path[-1] == "kernel")
+
+        return is_trained
+
+    @property
+    def _dense(self) -> optax.GradientTransformation | None:
+        return self.optimizer if self.dense else None
 
     def random_arguments(self) -> Callable[[Sequence[Policy]], tuple[TrainState, Batch]]:
         """Makes arrays of those shapes, random weights and tokens, to time updates on.
@@ -126,8 +152,12 @@ class AbstractUpdate:
         return found[0], shapes
 
     def _initial(self, lengths: tuple[int, ...]) -> tuple[nnx.GraphDef, TrainState]:
-        model = Decoder(self.config, segments=lengths, rngs=nnx.Rngs(0))
-        return init_state(model, self.optimizer, jax.random.key(0))
+        plain = dataclasses.replace(self.config, sketches=None)
+        model = Decoder(plain, segments=lengths, rngs=nnx.Rngs(0))
+        key = jax.random.key(0)
+        if self.config.sketches is not None:
+            return init_logra_state(model, self.config, key, dense=self._dense)
+        return init_state(model, self.optimizer, key)
 
     def _batch(self) -> Batch:
         return jax.eval_shape(self._values)
@@ -163,6 +193,8 @@ def training_update(shape: DecoderConfig, config: TrainConfig) -> AbstractUpdate
         completion=config.completion_length,
         optimizer=optax.adamw(config.learning_rate, weight_decay=config.weight_decay),
         beta=config.beta,
+        logra=None if shape.sketches is None else settings_of(config),
+        dense=config.dense == "adamw",
     )
 
 

@@ -30,6 +30,8 @@ class Batch:
     logp_old: Float[Array, "micro rows completion"]  # nats
     logp_ref: Float[Array, "micro rows completion"] | None  # nats
     advantages: Float[Array, "micro rows"]
+    # nats; with these the update says how far the rollouts' policy is from the trained one
+    logp_rollout: Float[Array, "micro rows completion"] | None = None
 
 
 def check_batch(batch: Batch) -> None:
@@ -87,6 +89,7 @@ _KINDS = {
     "logp_old": (np.floating, "a floating-point dtype"),
     "logp_ref": (np.floating, "a floating-point dtype"),
     "advantages": (np.floating, "a floating-point dtype"),
+    "logp_rollout": (np.floating, "a floating-point dtype"),
 }
 
 

@@ -17,17 +17,19 @@ from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.plan_file import to_null
 from hilore_jax.spelling import parse_policy
 from hilore_jax.training import checkpoint
+from hilore_jax.training.logra_config import NAMES, logra_faults
 from hilore_jax.training.sampling import check_sampling
 from hilore_jax.training.tasks import parse_args
 
 # Settings that may change between a run and its continuation.
 _FREE = (
     *("updates", "run_dir", "resume", "save_every", "keep_checkpoints", "log_entropy", "quiet"),
-    *("log_exposure_every", "measure_error_every"),
+    *("log_exposure_every", "measure_error_every", "realized_kl_every", "sync"),
     "fixed_gradient_norm",  # it counts where there is such a norm: `trainer._fingerprint`
 )
 
 Rank = Annotated[int, tyro.conf.arg(aliases=("--lora",))]  # of every command
+ChosenRank = Annotated[int | None, tyro.conf.arg(aliases=("--lora",), metavar="INT")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,9 +77,33 @@ class TrainConfig:
     """Actor updates of the whole run."""
     learning_rate: float = 1e-5
     weight_decay: float = 0.0
-    lora_rank: Rank = 16
-    """Rank of the LoRA adapters; 0 trains every parameter."""
+    lora_rank: ChosenRank = None
+    """Rank of the LoRA adapters, by default 16; 0 trains every parameter. None with LoGRA."""
     lora_alpha: float = 32.0
+    optimizer: Literal["adamw", "logra"] = "adamw"
+    """LoGRA moves the linear maps' weights by sketches of their gradients, without adapters."""
+    rank: int = 256
+    """LoGRA: rank of the sketches; maps with a side of no more than that stay dense."""
+    targets: str = "all"
+    """LoGRA: linear maps to sketch, such as `q_proj,down_proj`."""
+    projection: Literal["rademacher", "gaussian"] = "rademacher"
+    """LoGRA: entries of the random projections."""
+    update_ratio: float = 6e-5
+    """LoGRA: size of a proposed step over that of the weights."""
+    step_control: bool = True
+    """LoGRA: scale each step to the KL budget by the KL that it is predicted to cause."""
+    kl_budget: str = "2e-4:2e-5"
+    """LoGRA: KL that an update may cause, nats a token: the first update's, and the last's."""
+    kl_updates: int = 300
+    """LoGRA: updates from the first budget to the last, along a cosine."""
+    realized_kl_every: int = 0
+    """LoGRA: updates between measurements of the KL that a step really caused; 0 never measures."""
+    dense: Literal["frozen", "adamw"] = "frozen"
+    """LoGRA: what is done with parameters that have no sketch."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """LoGRA: storage of the weights; into bfloat16, steps are rounded at random."""
+    sync: str = ""
+    """LoGRA: folder to write a packet of each update to, for followers of the weights."""
     beta: float = 0.0
     """Weight of the K3 term against the reference model; 0 keeps no reference."""
     clip: float = 0.2
@@ -119,6 +145,13 @@ class TrainConfig:
         return self.prompts * self.group
 
     @property
+    def adapter_rank(self) -> int:
+        """Rank of the LoRA adapters; 0 for none."""
+        if self.lora_rank is None:
+            return 0 if self.optimizer == "logra" else 16
+        return self.lora_rank
+
+    @property
     def parsed_policy(self) -> Policy:
         """The policy that `policy` spells."""
         return parse_policy(self.policy)
@@ -128,6 +161,9 @@ class TrainConfig:
         settings = {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
         # A file's content counts, not its name, and not what acceptance has said of it.
         settings = {k: v for k, v in settings.items() if k not in ("plan", "allow_rejected")}
+        settings["lora_rank"] = self.adapter_rank
+        if self.optimizer != "logra":  # as in checkpoints from before there was another
+            settings = {k: v for k, v in settings.items() if k not in NAMES}
         planned = _plan_facts(self.plan, self.gate) if self.plan else {}
         ladder = _ladder_digest(self.ladder) if self.ladder else ""
         return settings | {"policy": str(self.parsed_policy), "ladder": ladder} | planned
@@ -169,7 +205,7 @@ def faults(config: TrainConfig) -> list[str]:
         "prompts prompt_length completion_length micro_rows updates keep_checkpoints".split(), 1
     )
     at_least |= dict.fromkeys(
-        "lora_rank save_every seed log_exposure_every measure_error_every".split(), 0
+        "adapter_rank save_every seed log_exposure_every measure_error_every".split(), 0
     )
     for name, least in at_least.items():
         if getattr(config, name) < least:
@@ -214,7 +250,7 @@ def faults(config: TrainConfig) -> list[str]:
     others = [name for name in ("ladder", "skip_rows", "pack_by_exposure") if getattr(config, name)]
     if config.gate and others:
         found.append(f"gate and {' and '.join(others)}: the gate is one program for all rows")
-    return found + _folder_faults(Path(config.run_dir), config.resume)
+    return found + logra_faults(config) + _folder_faults(Path(config.run_dir), config.resume)
 
 
 def _ladder_faults(config: TrainConfig) -> list[str]:

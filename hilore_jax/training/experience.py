@@ -157,8 +157,13 @@ def to_batch(
     logp_old: Float[Array | np.ndarray, "micro rows completion"],
     logp_ref: Float[Array | np.ndarray, "micro rows completion"] | None,
     micro_rows: int,
+    *,
+    mismatch: bool = False,
 ) -> Batch:
-    """The batch of one update, in microbatches of `micro_rows` rows, checked by `check_batch`."""
+    """The batch of one update, in microbatches of `micro_rows` rows, checked by `check_batch`.
+
+    With `mismatch` it holds the rollouts' log-probs too, for LoGRA's step control.
+    """
     batch = Batch(
         tokens=jax.numpy.asarray(micro(experience.tokens, micro_rows)),
         attention_mask=jax.numpy.asarray(micro(experience.attention_mask, micro_rows)),
@@ -166,6 +171,9 @@ def to_batch(
         logp_old=jax.numpy.asarray(logp_old),
         logp_ref=None if logp_ref is None else jax.numpy.asarray(logp_ref),
         advantages=jax.numpy.asarray(micro(advantages.reshape(-1), micro_rows)),
+        logp_rollout=(
+            jax.numpy.asarray(micro(experience.rollout_logps, micro_rows)) if mismatch else None
+        ),
     )
     check_batch(batch)
     return batch

@@ -167,8 +167,12 @@ def observe(loss, logp, omega, nats, micro: Batch, clip: float) -> dict[str, Any
     for term in terms[1:]:
         if term is not None:
             finite &= jnp.isfinite(term if term.ndim == 2 else term[:, None])
+    gap = None
+    if micro.logp_rollout is not None:
+        gap = jnp.sum(micro.logp_rollout - logp, where=micro.completion_mask)
     return {
         "loss": loss,
+        "gap": gap,
         "exposure": exposure(omega, micro.completion_mask),
         "entropy": None if nats is None else jnp.sum(nats, where=micro.completion_mask),
         "ratios": ratio_metrics(*terms, micro.completion_mask, clip),
@@ -185,7 +189,9 @@ def update_metrics(grads: nnx.State, seen: dict[str, Any]) -> Metrics:
         seen: what `observe` returned, stacked over the microbatches.
 
     Returns:
-        Scalars, and `micro_exposure` `[micro]` and `omega` `[micro, rows, completion]`.
+        Scalars, `rollout_gap` (mean log-prob of the rollouts' policy less the trained one's, nats)
+        where the batch has the former, and `micro_exposure` `[micro]` and `omega`
+        `[micro, rows, completion]`.
     """
     tables = {"bad": None, "omega": None}
     sums = jax.tree.map(lambda values: jnp.sum(values, axis=0), {**seen, **tables})
@@ -196,11 +202,15 @@ def update_metrics(grads: nnx.State, seen: dict[str, Any]) -> Metrics:
     entropy = {}
     if sums["entropy"] is not None:
         entropy["entropy"] = sums["entropy"] / jnp.maximum(ratios.tokens, 1)
+    gap = {}
+    if sums["gap"] is not None:
+        gap["rollout_gap"] = sums["gap"] / jnp.maximum(ratios.tokens, 1)
     return {
         "loss": loss,
         "grad_norm": norm,
         **ratios.means(),
         **entropy,
+        **gap,
         "exposure": sums["exposure"],
         "micro_exposure": seen["exposure"],
         "omega": seen["omega"],

@@ -17,8 +17,11 @@ from hilore_jax.training.batch import Batch, micro
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.experience import Experience, logp_difference, to_batch
 from hilore_jax.training.exposures import Coefficients
+from hilore_jax.training.logra_config import dense_optimizer, run_shape
+from hilore_jax.training.logra_state import init_logra_state
 from hilore_jax.training.measured import measure_error, risk_metrics
 from hilore_jax.training.planned import static_plan
+from hilore_jax.training.publish import Publisher
 from hilore_jax.training.step import init_state, make_score, raise_if_nonfinite
 from hilore_jax.training.strategy import (
     Update,
@@ -47,18 +50,26 @@ class Learner:
 
     def __init__(self, config: TrainConfig, model: Decoder):
         self.config = config
-        self.policies = plans(config, model.config)[0]  # of a ladder, its most compressed
+        shape = run_shape(config, model.config)
+        self.policies = plans(config, shape)[0]  # of a ladder, its most compressed
         self.about: dict[str, int | None] = {}  # of the compiled update, the same in every line
-        self.plan = static_plan(config, model.config)
-        self._shape = model.config
+        self.plan = static_plan(config, shape)
+        self._shape = shape
         optimizer = make_optimizer(config)
         key = jax.random.key(config.seed)
-        held = restack(model, segment_lengths(config, model.config))
-        norm = calibrated_norm(config, model.config)
-        self.graphdef, self.state = init_state(held, optimizer, key, norm)
+        segments = segment_lengths(config, shape)
+        held = restack(model, segments)
+        norm = calibrated_norm(config, shape)
+        if config.optimizer == "logra":
+            dense = dense_optimizer(config, optimizer)
+            self.graphdef, self.state = init_logra_state(held, shape, key, dense=dense, norm=norm)
+        else:
+            self.graphdef, self.state = init_state(held, optimizer, key, norm)
         self.reference = self._reference_params(model)
         self._score = make_score(self.graphdef, temperature=config.temperature or 1.0)
-        self.strategy = make_strategy(config, model.config, self.graphdef, optimizer)
+        self.strategy = make_strategy(config, shape, self.graphdef, optimizer)
+        self.publisher = Publisher(config.sync, shape, segments) if config.sync else None
+        self._factors: dict[str, jax.Array] | None = None
 
     @property
     def n_traces(self) -> int:
@@ -83,7 +94,9 @@ class Learner:
         ref = None
         if self.reference is not None:
             ref = self.score(self.reference, tokens, mask)
-        return to_batch(experience, advantages, old, ref, config.micro_rows), metrics
+        mismatch = config.optimizer == "logra" and config.step_control
+        batch = to_batch(experience, advantages, old, ref, config.micro_rows, mismatch=mismatch)
+        return batch, metrics
 
     def score(self, params: nnx.State, tokens: Any, mask: Any) -> jax.Array:
         """Log-probs `[micro, rows, completion]` of the completions under `params`, nats."""
@@ -112,6 +125,7 @@ class Learner:
             FloatingPointError: an update that is not finite.
         """
         self.state, metrics = self.compile(batch)(self.state, batch)
+        self._factors = metrics.pop("factors", None)  # on the device, until `publish`
         metrics = jax.device_get(metrics)
         raise_if_nonfinite(metrics, batch)
         del metrics["nonfinite_index"]
@@ -121,6 +135,12 @@ class Learner:
         metrics |= risk_metrics(metrics, self.plan)
         plain = {name: np.asarray(value).tolist() for name, value in metrics.items()}
         return plain, Coefficients(omega, np.asarray(micro))
+
+    def publish(self, step: int) -> dict[str, int]:
+        """Writes the packet of the update just made, which had this number; sizes of it, bytes."""
+        if self.publisher is None or self._factors is None:
+            return {}
+        return self.publisher.update(step, self._factors, self.state.params)
 
     def measure_error(self, batch: Batch) -> dict[str, float]:
         """`gradient_error` and `predicted_error` of the update to come, see `measure_error`."""

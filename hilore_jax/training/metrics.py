@@ -93,7 +93,8 @@ def console_line(metrics: Mapping[str, Any], updates: int) -> str:
         >>> console_line({"step": 2, "reward": 0.25, "loss": 1e-3}, updates=5)
         'update 2/5  reward 0.250  loss 0.001'
     """
-    shown = ("reward", "loss", "grad_norm", "exposure", "kl", "completions/mean_length")
+    shown = ("reward", "loss", "grad_norm", "exposure", "kl", "predicted_kl")
+    shown = (*shown, "completions/mean_length")
     parts = [f"update {metrics['step']}/{updates}"]
     parts += [f"{name} {_short(metrics[name])}" for name in shown if name in metrics]
     return "  ".join(parts)

@@ -16,6 +16,7 @@ from hilore_jax.remat import remat
 from hilore_jax.training.abstract import check_plan, training_update
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.experience import TextTokenizer
+from hilore_jax.training.logra_config import run_shape
 from hilore_jax.training.report import block_and_arguments
 from hilore_jax.training.strategy import loaded_plans, plans
 from hilore_jax.training.tasks import Task, check_args, parse_args, reasoning_gym_task
@@ -59,9 +60,11 @@ def load_parts(config: TrainConfig, also: Sequence[Policy] = ()) -> Parts:
     from hilore_jax.models import tokenizer, weights
 
     task = load_task(config)
-    lora = LoraConfig(rank=config.lora_rank, alpha=config.lora_alpha) if config.lora_rank else None
-    # Weights that train are kept in float32: a small step would vanish in bfloat16.
-    stored = config.dtype if lora else "float32"
+    rank = config.adapter_rank
+    lora = LoraConfig(rank=rank, alpha=config.lora_alpha) if rank else None
+    # Weights that train are kept in float32: a small step would vanish in bfloat16, unless it is
+    # rounded at random.
+    stored = config.dtype if lora else config.weights
     name = source(config.model)
     shape = weights.open_source(name)[0]
     shape = dataclasses.replace(shape, dtype=config.dtype, param_dtype=stored, lora=lora)
@@ -112,6 +115,7 @@ def check_model(config: TrainConfig, shape: DecoderConfig, also: Sequence[Policy
             f"prompt_length + completion_length = {total} tokens exceeds the model's "
             f"{shape.max_seq}; shorten one of them"
         )
+    shape = run_shape(config, shape)
     for made in loaded_plans(config, shape):
         check_plan(made, training_update(shape, config))
     block, arguments = block_and_arguments(shape, config.micro_rows, total)

@@ -10,6 +10,7 @@ from hilore_jax.planning.fingerprint import differences
 
 MODEL = "model"  # its name or folder, which is not compared: its shape is
 SHAPE = "model's shape"
+SKETCH_RANK, SKETCH_TARGETS = "LoGRA rank", "LoGRA targets"
 RANK, ALPHA, DTYPE = "LoRA rank", "LoRA alpha", "dtype"
 ROWS, SEQ = "sequences of a microbatch", "tokens of a sequence"
 COMPLETION, MICRO, BETA = "scored tokens of a sequence", "microbatches of an update", "beta"
@@ -30,9 +31,16 @@ def model_facts(shape: DecoderConfig) -> dict[str, str]:
         "heads of keys and values": shape.n_kv_heads,
         "words": shape.vocab_size,
     }
+    sketched = {SKETCH_RANK: "0"}
+    if shape.sketches is not None:
+        sketched = {
+            SKETCH_RANK: str(shape.sketches.sketches.rank),
+            SKETCH_TARGETS: ",".join(shape.sketches.targets),
+        }
     return {
         SHAPE: ", ".join(f"{name} {size}" for name, size in sizes.items()),
         RANK: str(shape.lora.rank if shape.lora else 0),
+        **sketched,
     }
 
 
@@ -154,7 +162,11 @@ def plan_settings(facts: Mapping[str, str]) -> dict[str, Any]:
 def _shared(facts: Mapping[str, str]) -> dict[str, Any]:
     kinds = {"model": (MODEL, str), "lora_rank": (RANK, int), "dtype": (DTYPE, str)}
     kinds["beta"] = (BETA, float)
-    return {field: kind(facts[name]) for field, (name, kind) in kinds.items() if name in facts}
+    found = {field: kind(facts[name]) for field, (name, kind) in kinds.items() if name in facts}
+    if facts.get(SKETCH_RANK, "0") != "0":
+        found |= {"optimizer": "logra", "rank": int(facts[SKETCH_RANK])}
+        found["targets"] = facts.get(SKETCH_TARGETS, "all")
+    return found
 
 
 def _options(planned: Mapping[str, str], settings: Mapping[str, Any], names: set[str]) -> str:
@@ -177,6 +189,8 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     SHAPE: ("model",),
     RANK: ("lora_rank",),
     ALPHA: ("lora_alpha",),
+    SKETCH_RANK: ("optimizer", "rank"),
+    SKETCH_TARGETS: ("targets",),
     DTYPE: ("dtype",),
     ROWS: ("batch", "micro_rows"),
     SEQ: ("batch", "prompt_length", "completion_length"),

@@ -35,7 +35,7 @@ class TrainState:
 
     params: nnx.State  # trainable
     frozen: nnx.State
-    opt_state: optax.OptState
+    opt_state: Any  # the optimizer's; of LoGRA, a `training.logra_state.LograState`
     step: Int[Array, ""]  # int32
     key: Key[Array, ""]  # the run's key; randomness of update n is fold_in(key, n)
     ghat: Float[Array, ""] | None = None  # float32, the moving norm that divides calibrated risks
@@ -190,6 +190,12 @@ def raise_if_nonfinite(metrics: Metrics, batch: Batch) -> None:
     if not int(metrics["nonfinite"]):
         return
     index = int(metrics["nonfinite_index"])
+    if index < 0 and not np.isfinite(metrics.get("predicted_kl", 0.0)):
+        raise FloatingPointError(
+            "the predicted KL of this LoGRA step is not finite; the state was left unchanged. The "
+            "sketches or the probes' logits overflow: lower update_ratio, compress less, or "
+            "compute in float32"
+        )
     if index < 0:
         raise FloatingPointError(
             "the loss or a gradient of this update is not finite although every optimized token's "

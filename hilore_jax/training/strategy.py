@@ -23,6 +23,8 @@ from hilore_jax.training.gated import sum_gated_gradients
 from hilore_jax.training.gradients import make_gradients
 from hilore_jax.training.laddered import LadderedUpdate, one_bucket
 from hilore_jax.training.load import load_file
+from hilore_jax.training.logra_config import dense_optimizer, settings_of
+from hilore_jax.training.logra_strategy import SketchedUpdate
 from hilore_jax.training.planned import gate_options, load_plan, refuse_rejected, run_policies
 from hilore_jax.training.report import kept_bytes
 from hilore_jax.training.situation import check_blocks
@@ -196,7 +198,7 @@ def make_strategy(
 
     Args:
         config: the run's settings.
-        shape: of the model.
+        shape: of the model; with sketches for LoGRA.
         graphdef: the model's static part, its stacks in `segment_lengths`.
         optimizer: of the trained parameters.
     """
@@ -207,6 +209,16 @@ def make_strategy(
         "max_grad_norm": config.max_grad_norm,
         "entropy": config.log_entropy,
     }
+    if shape.sketches is not None:
+        return SketchedUpdate(
+            shape,
+            segment_lengths(config, shape),
+            plans(config, shape)[0],
+            settings_of(config),
+            dense=dense_optimizer(config, optimizer),
+            factors=bool(config.sync),
+            **options,
+        )
     ladder, policies = load_ladder(config), plans(config, shape)
     if config.gate:
         gate = {"risk": config.risk, **gate_options(load_plan(config, shape))}

@@ -90,6 +90,8 @@ def train(
     _write_json(run_dir / "config.json", dataclasses.asdict(config))
     _write_json(run_dir / "versions.json", versions(config))
     drop_records(run_dir, start)
+    if learner.publisher is not None:
+        learner.publisher.start(start, learner.state.params)
     seen: list[dict[str, Any]] = []
     saved = start if start else None
     progress = Progress(config.updates, start, quiet=config.quiet)
@@ -164,6 +166,9 @@ def _one_update(
     ready = time.perf_counter()
     metrics, coefficients = learner.update(batch)
     done = time.perf_counter()
+    metrics |= learner.publish(step)
+    if not _is_due(config.realized_kl_every, step):
+        metrics.pop("realized_kl", None)
     if _is_due(config.log_exposure_every, step):
         advantages = np.asarray(batch.advantages).reshape(-1)
         record = make_record(step + 1, experience, advantages, coefficients, parts.tokenizer)

@@ -1,0 +1,164 @@
+"""What the settings of `hilore train --optimizer logra` mean, and what is wrong with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optax
+
+from hilore_jax.logra.sketches import Sketches
+from hilore_jax.models.config import LINEARS, DecoderConfig
+from hilore_jax.models.sketched import sketched_config
+from hilore_jax.training.logra_state import LograSettings
+
+if TYPE_CHECKING:
+    from hilore_jax.training.config import TrainConfig
+
+# Settings that only LoGRA reads; in no fingerprint of a run without it.
+NAMES = (
+    *("optimizer", "rank", "targets", "projection", "update_ratio", "step_control", "kl_budget"),
+    *("kl_updates", "realized_kl_every", "dense", "weights", "sync"),
+)
+
+
+def sketches_of(config: TrainConfig) -> Sketches:
+    """The run's projections; A has the compute dtype, as x has in `A x`."""
+    return Sketches(rank=config.rank, seed=config.seed, kind=config.projection, dtype=config.dtype)
+
+
+def targets_of(config: TrainConfig) -> tuple[str, ...]:
+    """The linear maps that the settings name.
+
+    Raises:
+        ValueError: an unknown one, or none.
+    """
+    if config.targets == "all":
+        return LINEARS
+    named = tuple(name.strip() for name in config.targets.split(",") if name.strip())
+    unknown = [name for name in named if name not in LINEARS]
+    if unknown or not named:
+        raise ValueError(
+            f"{', '.join(unknown) or 'none named'}: expected all, or some of {', '.join(LINEARS)}, "
+            "separated by commas"
+        )
+    return named
+
+
+def kl_budget_of(text: str) -> tuple[float, float]:
+    """The budget's beginning and end, nats a token.
+
+    Raises:
+        ValueError: not two numbers above 0.
+
+    Example:
+        >>> kl_budget_of("2e-4:2e-5")
+        (0.0002, 2e-05)
+    """
+    first, _, last = text.partition(":")
+    try:
+        found = float(first), float(last)
+    except ValueError:
+        found = (math.nan, math.nan)
+    if not all(0 < x < math.inf for x in found):
+        raise ValueError(
+            f"{text!r}: expected the first and the last update's budget, nats a token above 0, "
+            "such as 2e-4:2e-5"
+        )
+    return found
+
+
+def settings_of(config: TrainConfig) -> LograSettings:
+    """The size of the run's steps."""
+    return LograSettings(
+        update_ratio=config.update_ratio,
+        step_control=config.step_control,
+        kl_budget=kl_budget_of(config.kl_budget),
+        kl_updates=config.kl_updates,
+        realized_kl_every=config.realized_kl_every,
+    )
+
+
+def run_shape(config: TrainConfig, shape: DecoderConfig) -> DecoderConfig:
+    """The shape of the model that an update differentiates: with sketches, where the run has them.
+
+    Args:
+        config: the run's settings.
+        shape: of the model that is loaded.
+
+    Raises:
+        ValueError: no target is wide enough for the rank, or the model has adapters.
+    """
+    if config.optimizer != "logra" or shape.sketches is not None:
+        return shape
+    return sketched_config(shape, sketches_of(config), targets_of(config))
+
+
+def dense_optimizer(
+    config: TrainConfig, adamw: optax.GradientTransformation
+) -> optax.GradientTransformation | None:
+    """What trains the parameters without sketches; None: nothing."""
+    return adamw if config.dense == "adamw" else None
+
+
+def logra_faults(config: TrainConfig) -> list[str]:
+    """Everything that is wrong with the settings of LoGRA, one sentence each."""
+    if config.optimizer != "logra":
+        return _left_over(config)
+    found = []
+    if config.lora_rank:
+        found.append(
+            f"optimizer logra and lora_rank {config.lora_rank}: LoGRA moves the weights that "
+            "adapters keep frozen; leave --lora out, or take --optimizer adamw"
+        )
+    if config.rank < 1:
+        found.append(f"rank must be >= 1, found {config.rank}")
+    if not 0 < config.update_ratio < math.inf:
+        found.append(f"update_ratio must be finite and > 0, found {config.update_ratio}")
+    for name, least in {"kl_updates": 1, "realized_kl_every": 0}.items():
+        if getattr(config, name) < least:
+            found.append(f"{name} must be >= {least}, found {getattr(config, name)}")
+    checks: dict[str, Any] = {"kl_budget": kl_budget_of, "targets": lambda _: targets_of(config)}
+    for name, check in checks.items():
+        try:
+            check(getattr(config, name))
+        except ValueError as error:
+            found.append(f"{name} {error}")
+    if config.realized_kl_every and not config.step_control:
+        found.append("realized_kl_every needs step control, on whose probes the KL is measured")
+    chosen = ("ladder", "gate", "skip_rows", "pack_by_exposure")
+    if others := [name for name in chosen if getattr(config, name)]:
+        found.append(
+            f"optimizer logra with {' and '.join(others)}: its updates are one program under one "
+            "policy or plan for all microbatches; leave it out, or take --optimizer adamw"
+        )
+    if config.dense == "adamw" and config.weights == "bfloat16":
+        found.append(
+            "dense adamw with weights bfloat16: AdamW's small steps would be lost in bfloat16; "
+            "take float32 weights, or --dense frozen"
+        )
+    return found + _sync_faults(config)
+
+
+def _sync_faults(config: TrainConfig) -> list[str]:
+    if not config.sync:
+        return []
+    if Path(config.sync).exists() and not Path(config.sync).is_dir():
+        return [f"sync '{config.sync}' is a file, expected a folder"]
+    if config.dense != "frozen":
+        return [
+            f"sync with dense {config.dense}: packets carry the factors of sketched weights alone, "
+            "and followers would keep the others' first values; take --dense frozen"
+        ]
+    return []
+
+
+def _left_over(config: TrainConfig) -> list[str]:
+    """Settings of LoGRA that would do nothing."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    given = [name for name in NAMES if getattr(config, name) != defaults[name]]
+    if not given:
+        return []
+    return [f"{', '.join(given)}: of LoGRA alone, add --optimizer logra or leave out"]
