@@ -12,11 +12,11 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 FSDP, DATA = "fsdp", "data"
+_TABLES = ("embedding", "head")
 
 
 def parameter_sharding(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -24,7 +24,7 @@ def parameter_sharding(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
     Stacked kernels `[n, in, out]` are cut along their inputs, whose products are then whole in a
     gathered kernel's order; tables `[vocab, d_model]` along the vocabulary, so that each device
-    scores its own words. What no device count divides, and vectors, are copied to every device.
+    scores its own words. What the devices do not divide, and stacks of vectors, each has whole.
 
     Args:
         tree: arrays or shapes, by the paths of a decoder's state anywhere in theirs.
@@ -47,13 +47,14 @@ def parameter_sharding(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
         raise ValueError(f"the mesh has axes {mesh.axis_names}, expected one named {FSDP!r}")
     size = mesh.shape[FSDP]
 
-    def place(leaf: Any) -> NamedSharding:
-        axis = len(leaf.shape) - 2
-        whole = axis < 0 or leaf.shape[axis] % size or not jnp.issubdtype(leaf.dtype, jnp.floating)
-        parts = [FSDP if i == axis else None for i in range(len(leaf.shape))]
-        return NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec(*parts))
+    def place(path: tuple, leaf: Any) -> NamedSharding:
+        stacked = len(leaf.shape) == 3
+        table = len(leaf.shape) == 2 and any(name in jax.tree_util.keystr(path) for name in _TABLES)
+        if not (stacked or table) or leaf.shape[-2] % size:
+            return NamedSharding(mesh, PartitionSpec())
+        return NamedSharding(mesh, PartitionSpec(*(None,) * stacked, FSDP, None))
 
-    return jax.tree.map(place, tree)
+    return jax.tree_util.tree_map_with_path(place, tree)
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
@@ -70,6 +71,18 @@ def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
 def gathered(kernel: Float[Array, "d_in d_out"]) -> Float[Array, "d_in d_out"]:
     """A kernel that every device has whole, from its parts along `fsdp` of the mesh in use."""
     return _constrain(kernel, PartitionSpec()) if FSDP in _automatic() else kernel
+
+
+def is_cut() -> bool:
+    """Whether the mesh in use has an axis along which kernels and sketches are cut."""
+    return FSDP in _automatic()
+
+
+def by_outputs(sketch: Float[Array, "*n d_out rank"]) -> Float[Array, "*n d_out rank"]:
+    """A sketch, or a slot whose cotangent is one, with its outputs cut along `fsdp`."""
+    if not is_cut() or sketch.shape[-2] % jax.sharding.get_abstract_mesh().shape[FSDP]:
+        return sketch
+    return _constrain(sketch, PartitionSpec(*(None,) * (sketch.ndim - 2), FSDP, None))
 
 
 def by_rows(x: Float[Array, "batch ..."]) -> Float[Array, "batch ..."]:

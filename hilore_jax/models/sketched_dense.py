@@ -11,6 +11,7 @@ from hilore_jax.logra.sketch import sketched_dense
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.linear import Dense
 from hilore_jax.models.lora import LoraDense
+from hilore_jax.models.sharding import by_outputs
 
 
 class SketchedDense(Dense):
@@ -56,7 +57,7 @@ class SketchedDense(Dense):
     def __call__(self, x: Float[Array, "*rows d_in"]) -> Float[Array, "*rows d_out"]:
         """Applies the map to the last axis of x, in the dtype of x."""
         a = self.sketches.projection(self.key[...], x.shape[-1]).astype(x.dtype)
-        y = sketched_dense(x, self.kernel[...].astype(x.dtype), self.slot[...], a)
+        y = sketched_dense(x, self.weight(x.dtype), by_outputs(self.slot[...]), a)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 

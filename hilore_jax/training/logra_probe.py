@@ -12,7 +12,8 @@ from flax import nnx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from hilore_jax.logra.kl import predicted_kl, realized_kl
+from hilore_jax.logra.kl import WORDS, predicted_kl, realized_kl
+from hilore_jax.models.sharding import is_cut
 from hilore_jax.remat import disabled
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.logra_state import Sketching, with_slots
@@ -115,14 +116,19 @@ def mean_predicted_kl(
     states: Array, moved: Array, head: Array, probes: Probes, temperature: float
 ) -> Float[Array, ""]:
     """q: the mean predicted KL over the probes' response tokens, nats (methods 2.3)."""
-    return _mean(predicted_kl(states, moved, head, temperature), probes)
+    return _mean(predicted_kl(states, moved, head, temperature, words=_words(head)), probes)
 
 
 def mean_realized_kl(
     states: Array, after: Array, head: Array, probes: Probes, temperature: float
 ) -> Float[Array, ""]:
     """The mean KL between the policies before and after a step, same tokens, nats."""
-    return _mean(realized_kl(states, after, head, temperature), probes)
+    return _mean(realized_kl(states, after, head, temperature, words=_words(head)), probes)
+
+
+def _words(head: Array) -> int:
+    """Words whose logits exist at a time: a head whose words are cut over devices is not again."""
+    return head.shape[0] if is_cut() else WORDS
 
 
 def _mean(values: Array, probes: Probes) -> Array:

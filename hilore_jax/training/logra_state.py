@@ -18,6 +18,7 @@ from hilore_jax.logra.linear import SketchKey, SketchSlot
 from hilore_jax.models.adapters import abstract_decoder
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.decoder import Decoder
+from hilore_jax.models.sharding import by_outputs
 from hilore_jax.models.sketched import SketchedStack, sketched_stacks
 from hilore_jax.training.step import TrainState
 
@@ -167,7 +168,7 @@ def sketching(
     for stack in stacks:
         path = ("segments", stack.segment, stack.linear)
         slots[*path, "slot"] = SketchSlot(
-            jnp.zeros((stack.count, stack.shape[1], rank), jnp.float32)
+            by_outputs(jnp.zeros((stack.count, stack.shape[1], rank), jnp.float32))
         )
         drawn[*path, "key"] = SketchKey(keys[stack.name])
     params, frozen = nnx.from_flat_state(slots), [state.frozen, nnx.from_flat_state(drawn)]

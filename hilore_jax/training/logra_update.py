@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from hilore_jax.grpo.gradient_norm import next_ghat
+from hilore_jax.logra.merge import ROWS
 from hilore_jax.logra.proposal import (
     Proposal,
     factor_square,
@@ -24,6 +25,7 @@ from hilore_jax.logra.proposal import (
 from hilore_jax.logra.row_adam import is_usable
 from hilore_jax.logra.step_control import kl_budget, less_mismatch, next_mismatch, step_control
 from hilore_jax.models.config import DecoderConfig
+from hilore_jax.models.sharding import is_cut
 from hilore_jax.models.sketched import sketched_stacks, stack_keys, stacked
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.gradients import Metrics, Policies, make_gradients
@@ -181,7 +183,11 @@ def make_logra_update(
             name: jnp.where(moves, controlled.alpha * d, 0.0).astype(jnp.bfloat16)
             for name, d in made.d.items()
         }
-        new = {name: move_stack(kernels[name], f[name], keys[name], sketches, moves) for name in f}
+        rows = None if is_cut() else ROWS
+        new = {
+            name: move_stack(kernels[name], f[name], keys[name], sketches, moves, rows=rows)
+            for name in f
+        }
         params = with_kernels(state.params, new)
         inner = old.dense
         if dense is not None:

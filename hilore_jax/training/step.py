@@ -46,6 +46,8 @@ def init_state(
     optimizer: optax.GradientTransformation,
     key: Key[Array, ""],
     norm: float | None = None,
+    *,
+    trained: Any = None,
 ) -> tuple[nnx.GraphDef, TrainState]:
     """Splits a model into what trains and what does not, with fresh optimizer state.
 
@@ -55,13 +57,15 @@ def init_state(
         key: the run's key.
         norm: mean norm of a calibration's gradients, where the moving average begins to which
             risks are relative; None: no risk is.
+        trained: an `nnx` filter of other parameters to train, such as `nnx.PathContains("kernel")`.
 
     Returns:
         The model's static part and the state. The state shares the model's arrays: donating it
         invalidates the model, so merge the two again instead of keeping the model.
     """
-    trainable = nnx.Param if model.config.lora is None else nnx.LoRAParam
-    graphdef, params, frozen = nnx.split(model, trainable, ...)
+    if trained is None:
+        trained = nnx.Param if model.config.lora is None else nnx.LoRAParam
+    graphdef, params, frozen = nnx.split(model, trained, ...)
     opt_state = optimizer.init(_float32(params))
     ghat = None if norm is None else first_ghat(norm)
     return graphdef, TrainState(params, frozen, opt_state, jnp.zeros((), jnp.int32), key, ghat)

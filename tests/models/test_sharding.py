@@ -1,6 +1,7 @@
 """Decoders on a mesh: the same numbers, rows and kernels in parts, and kernels gathered."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -12,10 +13,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jax.sharding import NamedSharding as Named
 
 import hilore_jax as hl
+from hilore_jax.logra.sketches import Sketches
 from hilore_jax.models import sharding
 from hilore_jax.models.block import Block
-from hilore_jax.models.config import DecoderConfig, LoraConfig
+from hilore_jax.models.config import DecoderConfig, LoraConfig, SketchConfig
 from hilore_jax.models.decoder import Decoder
+from hilore_jax.training.batch import Batch
+from hilore_jax.training.logra_state import LograSettings, init_logra_state
+from hilore_jax.training.logra_update import make_logra_update
 
 # Kernels larger than activations: the compiler by itself would rather gather rows than kernels.
 ROWS, SEQ, D, FF = 2, 5, 48, 200
@@ -104,14 +109,45 @@ def test_what_is_cut_and_what_is_copied():
     mesh = AbstractMesh((2, 4), ("data", "fsdp"))
     shapes = {
         "stack": jax.ShapeDtypeStruct((3, 8, 5), jnp.bfloat16),
-        "table": jax.ShapeDtypeStruct((12, 5), jnp.float32),
+        "embedding": jax.ShapeDtypeStruct((12, 5), jnp.float32),
+        "biases": jax.ShapeDtypeStruct((4, 8), jnp.float32),
         "odd": jax.ShapeDtypeStruct((3, 6, 8), jnp.float32),
         "bias": jax.ShapeDtypeStruct((8,), jnp.float32),
         "keys": jax.ShapeDtypeStruct((4, 2), jnp.uint32),
         "step": jax.ShapeDtypeStruct((), jnp.int32),
     }
     specs = {k: s.spec for k, s in sharding.parameter_sharding(shapes, mesh).items()}
-    cut = {"stack": PartitionSpec(None, "fsdp", None), "table": PartitionSpec("fsdp", None)}
+    cut = {"stack": PartitionSpec(None, "fsdp", None), "embedding": PartitionSpec("fsdp", None)}
     assert specs == {**dict.fromkeys(shapes, PartitionSpec()), **cut}
     with pytest.raises(ValueError, match=r"axes \('data',\), expected one named 'fsdp'"):
         sharding.parameter_sharding(shapes, AbstractMesh((2,), ("data",)))
+
+
+def test_sketches_are_cut_along_their_outputs():
+    config = dataclasses.replace(CONFIG, sketches=SketchConfig(Sketches(rank=7)))
+    segments, rows = (2,), PartitionSpec(None, ("data", "fsdp"))
+    settings = LograSettings(realized_kl_every=1)
+    update = make_logra_update(config, segments, settings, factors=True, beta=0.0)
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    _, state = init_logra_state(model, config, jax.random.key(0))
+    scored = jnp.ones((1, ROWS, SEQ - 1), bool)
+    tokens = jax.random.randint(jax.random.key(1), (1, ROWS, SEQ), 0, 18)
+    advantages = jnp.array([[1.0, -0.5]])
+    batch = Batch(tokens, tokens >= 0, scored, jnp.full(scored.shape, -3.0), None, advantages)
+    run = jax.jit(update, static_argnums=0)
+    alone, expected = run(POLICIES, state, batch)
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "fsdp"))
+    placed = jax.device_put(state, sharding.parameter_sharding(state, mesh))
+    there = jax.device_put(batch, jax.tree.map(lambda _: Named(mesh, rows), batch))
+    with jax.set_mesh(mesh):
+        compiled = run.lower(POLICIES, placed, there).compile()
+        found, metrics = compiled(placed, there)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=1e-5)
+    for name in ("alpha", "predicted_kl", "realized_kl", "sketch_norm", "grad_norm"):
+        close(metrics[name], expected[name], rtol=1e-3)
+    # F is rounded to bfloat16: what was summed in another order may fall on the other side.
+    jax.tree.map(lambda a, b: close(a, b, atol=1e-6), metrics["factors"], expected["factors"])
+    jax.tree.map(close, found.params, alone.params)
+    text = compiled.as_text() or ""
+    assert f"[2,{FF // 2},7]" in text and f"[2,{FF},7]" not in text
+    assert f"[{D // 2},{FF}]" in text  # moved a part of the rows on each device

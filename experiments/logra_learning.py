@@ -1,0 +1,334 @@
+"""Learning by dense AdamW, LoRA, LoGRA, and LoGRA without step control: reward, KL and memory.
+
+A small decoder learns to reverse letters, several seeds; it starts half-way, where some updates of
+dense AdamW have brought it, since adapters of a random model have nothing to adapt. Then SmolLM2
+on reasoning-gym's chain_sum, one seed, for some minutes a way. After every update the KL that it
+really caused is measured, for all ways alike, on two responses of its batch: KL(before || after).
+
+    python experiments/logra_learning.py            # about an hour on two cores; resumes
+    python experiments/logra_learning.py --quick    # three updates of the small model
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import nnx
+
+from hilore_jax.models.adapters import add_lora
+from hilore_jax.models.config import DecoderConfig, LoraConfig
+from hilore_jax.models.decoder import Decoder
+from hilore_jax.planning.memory_cache import write_whole
+from hilore_jax.report.plots import Curves, Panel, plot_curves
+from hilore_jax.training.batch import Batch
+from hilore_jax.training.config import TrainConfig
+from hilore_jax.training.learner import Learner
+from hilore_jax.training.logra_probe import mean_realized_kl, probe_hidden, probes_of
+from hilore_jax.training.parts import Parts, load_parts
+from hilore_jax.training.tasks import Item, Task
+from hilore_jax.training.toy import CharTokenizer
+from hilore_jax.training.trainer import train, versions
+
+OUT = Path(__file__).parent / "results" / "logra_learning.json"
+LETTERS, LENGTH, ROWS = "abcdefgh", 3, 128
+TOKENIZER = CharTokenizer(f"\x00\x01\n{LETTERS}")
+SMALL = DecoderConfig(
+    vocab_size=TOKENIZER.vocab_size,
+    d_model=64,
+    d_ff=192,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    max_seq=16,
+)
+WAYS = ("dense AdamW", "LoRA", "LoGRA", "LoGRA, no step control")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Learning curves of four ways to train."""
+
+    updates: int = 200
+    """Of the small model, after its start."""
+    start: int = 60
+    """Dense updates before the ways part."""
+    seeds: int = 3
+    small_rank: int = 8
+    small_ratio: float = 3e-3
+    """LoGRA's update ratio for the small model."""
+    small_budget: str = "1e-2:1e-3"
+    minutes: float = 7.0
+    """For each way on SmolLM2; 0 leaves it out."""
+    rank: int = 64
+    """Of LoRA and of the sketches on SmolLM2, whose smallest side is 192."""
+    ratio: float = 6e-5
+    budget: str = "2e-4:2e-5"
+    learning_rate: float = 1e-6
+    """Dense AdamW's on SmolLM2."""
+    lora_rate: float = 2e-5
+    quick: bool = False
+    """Three updates of the small model, one seed."""
+    out: str = str(OUT)
+    """JSON file; the picture goes beside it."""
+
+
+def reverse_task(seed: int) -> Task:
+    """Reverse some letters; the reward is the share of places with the right letter."""
+
+    def draw(index: int) -> Item:
+        drawn = np.random.default_rng((seed, index)).choice(list(LETTERS), LENGTH)
+        return Item(index, "".join(drawn), "".join(drawn[::-1]))
+
+    def score(answer: str, item: Item) -> float:
+        right = sum(a == b for a, b in zip(answer, item.answer, strict=False))
+        return right / max(len(answer), len(item.answer))
+
+    return Task("reverse", draw, score, instruction="")
+
+
+def small_config(settings: Settings, way: str, seed: int, folder: str) -> TrainConfig:
+    """The settings of a run of the small model."""
+    ours: dict[str, Any] = {"lora_rank": settings.small_rank if way == "LoRA" else 0}
+    if way.startswith("LoGRA"):
+        ours = {
+            "optimizer": "logra",
+            "rank": settings.small_rank,
+            "update_ratio": settings.small_ratio,
+            "kl_budget": settings.small_budget,
+            "kl_updates": settings.updates,
+            "step_control": way == "LoGRA",
+        }
+    return TrainConfig(
+        model="random",
+        task="reverse",
+        prompts=2 * ROWS // 8,
+        group=8,
+        prompt_length=LENGTH + 1,
+        completion_length=LENGTH,
+        micro_rows=ROWS,
+        updates=settings.updates,
+        learning_rate=1e-3,
+        old_logps="rollout",
+        seed=seed,
+        save_every=0,
+        log_exposure_every=0,
+        run_dir=f"{folder}/run",
+        quiet=True,
+        **ours,
+    )
+
+
+def smollm2_config(settings: Settings, way: str, folder: str) -> TrainConfig:
+    """The settings of a run of SmolLM2."""
+    rate = settings.lora_rate if way == "LoRA" else settings.learning_rate
+    ours: dict[str, Any] = {"lora_rank": settings.rank if way == "LoRA" else 0}
+    if way.startswith("LoGRA"):
+        ours = {
+            "optimizer": "logra",
+            "rank": settings.rank,
+            "update_ratio": settings.ratio,
+            "kl_budget": settings.budget,
+            "step_control": way == "LoGRA",
+        }
+    return TrainConfig(
+        prompts=4,
+        group=8,
+        prompt_length=96,
+        completion_length=32,
+        updates=10_000,
+        learning_rate=rate,
+        save_every=0,
+        log_exposure_every=0,
+        run_dir=f"{folder}/run",
+        quiet=True,
+        **ours,
+    )
+
+
+class KlMeter:
+    """KL(before || after) of each update on two responses of its batch, nats a token."""
+
+    def __init__(self, learner: Learner):
+        self._learner = learner
+        self._before = jax.tree.map(jnp.copy, learner.state.params)  # updates donate the state
+        graphdef = learner.graphdef
+
+        @jax.jit
+        def measure(before: Any, after: Any, frozen: Any, batch: Batch) -> jax.Array:
+            probes = probes_of(batch)
+            old, _ = probe_hidden(graphdef, before, frozen, probes)
+            new, head = probe_hidden(graphdef, after, frozen, probes)
+            return mean_realized_kl(old, new, head, probes, 1.0)
+
+        self._measure = measure
+
+    def __call__(self, batch: Batch) -> float:
+        """Of the update that was just made."""
+        state = self._learner.state
+        found = float(self._measure(self._before, state.params, state.frozen, batch))
+        self._before = jax.tree.map(jnp.copy, state.params)
+        return found
+
+
+def run(config: TrainConfig, parts: Parts, minutes: float = 0.0) -> dict[str, Any]:
+    """One run's curves and memory; ends after some minutes where they are given."""
+    learner = Learner(config, parts.model)
+    meter = KlMeter(learner)
+    found: dict[str, Any] = {"reward": [], "realized_kl": [], "predicted_kl": [], "seconds": []}
+    began = time.perf_counter()
+
+    class Enough(Exception):
+        """The time is up."""
+
+    def on_update(metrics: dict[str, Any], batch: Batch) -> None:
+        found["reward"].append(round(metrics["reward"], 4))
+        found["realized_kl"].append(meter(batch))
+        found["predicted_kl"].append(metrics.get("predicted_kl"))
+        found["seconds"].append(round(metrics["seconds/update"], 3))
+        if minutes and time.perf_counter() - began > 60 * minutes:
+            raise Enough
+
+    with contextlib.suppress(Enough):
+        train(config, parts, learner=learner, on_update=on_update)
+    leaves = jax.tree.leaves(learner.state)
+    found["state_bytes"] = sum(getattr(leaf, "nbytes", 0) for leaf in leaves)
+    found["update_temporary_bytes"] = learner.about.get("update_temp_bytes")
+    return found
+
+
+def small_start(settings: Settings, seed: int) -> Decoder:
+    """The small model after some dense updates."""
+    decoder = Decoder(SMALL, rngs=nnx.Rngs(seed))
+    if settings.start == 0:
+        return decoder
+    with tempfile.TemporaryDirectory() as folder:
+        config = small_config(settings, "dense AdamW", seed + 1000, folder)
+        config = dataclasses.replace(config, updates=settings.start)
+        done = train(config, Parts(decoder, TOKENIZER, reverse_task(seed + 1000)))
+    return done.model()
+
+
+def with_adapters(model: Decoder, way: str, rank: int) -> Decoder:
+    """The model as a way trains it; arrays of its own, since updates donate them."""
+    own = nnx.merge(*(lambda g, s: (g, jax.tree.map(jnp.copy, s)))(*nnx.split(model)))
+    return add_lora(own, LoraConfig(rank=rank), rngs=nnx.Rngs(0)) if way == "LoRA" else own
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """By model and way: reward of the first and last tenth, the KL of updates, memory."""
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys((run["model"], run["way"]) for run in runs):
+        mine = [run for run in runs if (run["model"], run["way"]) == key]
+        tenth = [max(1, len(run["reward"]) // 10) for run in mine]
+        kls = [kl for run in mine for kl in run["realized_kl"]]
+        ratios = [
+            seen / said
+            for run in mine
+            for seen, said in zip(run["realized_kl"], run["predicted_kl"], strict=True)
+            if said
+        ]
+        found[", ".join(key)] = {
+            "updates": [len(run["reward"]) for run in mine],
+            "reward_first_tenth": [
+                round(statistics.fmean(r["reward"][:n]), 4)
+                for r, n in zip(mine, tenth, strict=True)
+            ],
+            "reward_last_tenth": [
+                round(statistics.fmean(r["reward"][-n:]), 4)
+                for r, n in zip(mine, tenth, strict=True)
+            ],
+            "realized_kl_median": float(f"{statistics.median(kls):.4g}"),
+            "realized_kl_largest": float(f"{max(kls):.4g}"),
+            "realized_over_predicted_median": round(statistics.median(ratios), 4) if ratios else "",
+            "seconds_update_median": statistics.median(s for r in mine for s in r["seconds"][1:]),
+            "state_MB": round(mine[0]["state_bytes"] / 1e6, 1),
+            "temporary_MB": round((mine[0]["update_temporary_bytes"] or 0) / 1e6, 1),
+        }
+    return found
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Reward and realized KL by update, a row for each model."""
+    panels = []
+    for model in dict.fromkeys(run["model"] for run in runs):
+        rewards, kls = {}, {}
+        for way in WAYS:
+            mine = [r for r in runs if (r["model"], r["way"]) == (model, way)]
+            if not mine:
+                continue
+            length = min(len(run["reward"]) for run in mine)
+            at = np.arange(1, length + 1)
+            rewards[way] = Curves(at, np.array([r["reward"][:length] for r in mine]))
+            kls[way] = Curves(at, np.array([r["realized_kl"][:length] for r in mine]))
+        panels += [
+            Panel(f"{model}: reward, average of 10 updates", "mean reward", rewards, average=10),
+            Panel(f"{model}: KL that an update causes", "nats a token", kls, log=True, average=5),
+        ]
+    plot_curves(panels, path, title="GRPO by dense AdamW, LoRA and LoGRA, from one start")
+
+
+def main(settings: Settings) -> int:
+    """Runs, writes JSON and picture, prints the summary."""
+    if settings.quick:
+        settings = dataclasses.replace(settings, updates=3, start=2, seeds=1, minutes=0.0)
+        if settings.out == str(OUT):
+            settings = dataclasses.replace(settings, out="runs/logra_learning_quick.json")
+    path = Path(settings.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shown = {k: v for k, v in dataclasses.asdict(settings).items() if k != "out"}
+    runs: list[dict[str, Any]] = []
+    if path.exists() and (old := json.loads(path.read_text()))["settings"] == shown:
+        runs = old["runs"]  # go on
+
+    def add(model: str, way: str, seed: int, **curves: Any) -> None:
+        runs.append({"model": model, "way": way, "seed": seed, **curves})
+        result = {
+            "command": "python experiments/logra_learning.py",
+            "settings": shown,
+            "summary": summary(runs),
+            "versions": versions(),
+            "runs": runs,
+        }
+        write_whole(path, json.dumps(result) + "\n")
+        last = json.dumps(summary(runs)[f"{model}, {way}"])
+        print(f"{model}, {way}, seed {seed}: {last}", file=sys.stderr, flush=True)
+
+    def known(model: str, way: str, seed: int) -> bool:
+        return any((r["model"], r["way"], r["seed"]) == (model, way, seed) for r in runs)
+
+    for seed in range(settings.seeds):
+        todo = [way for way in WAYS if not known("small decoder", way, seed)]
+        start = small_start(settings, seed) if todo else None
+        for way in todo:
+            assert start is not None
+            model = with_adapters(start, way, settings.small_rank)
+            with tempfile.TemporaryDirectory() as folder:
+                config = small_config(settings, way, seed, folder)
+                parts = Parts(model, TOKENIZER, reverse_task(seed))
+                add("small decoder", way, seed, **run(config, parts))
+    for way in WAYS if settings.minutes else ():
+        if known("SmolLM2", way, 0):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            config = smollm2_config(settings, way, folder)
+            add("SmolLM2", way, 0, **run(config, load_parts(config), settings.minutes))
+    draw(runs, path.with_suffix(".png"))
+    print(json.dumps(summary(runs), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Settings, description=__doc__)))
