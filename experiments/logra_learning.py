@@ -223,7 +223,8 @@ def small_start(settings: Settings, seed: int) -> Decoder:
 
 def with_adapters(model: Decoder, way: str, rank: int) -> Decoder:
     """The model as a way trains it; arrays of its own, since updates donate them."""
-    own = nnx.merge(*(lambda g, s: (g, jax.tree.map(jnp.copy, s)))(*nnx.split(model)))
+    graphdef, state = nnx.split(model)
+    own = nnx.merge(graphdef, jax.tree.map(jnp.copy, state))
     return add_lora(own, LoraConfig(rank=rank), rngs=nnx.Rngs(0)) if way == "LoRA" else own
 
 

@@ -41,6 +41,7 @@ from hilore_jax.planning.target import parse_target
 from hilore_jax.training.abstract import AbstractUpdate
 from hilore_jax.training.logra_state import LograSettings, init_logra_state
 from hilore_jax.training.logra_update import make_logra_update
+from hilore_jax.training.report import block_and_arguments
 from hilore_jax.training.step import init_state, make_actor_update
 from hilore_jax.training.trainer import versions
 
@@ -159,13 +160,13 @@ def shape_of(name: str) -> DecoderConfig:
     return GEMMA_27B if name == "gemma-27b" else family(name, dtype="bfloat16")
 
 
-def measure(name: str, devices: int, way: Way) -> dict[str, Any]:
+def measure(name: str, devices: int, way: Way, rank: int) -> dict[str, Any]:
     """The row of one update."""
     shape = way.shape(shape_of(name))
     target = parse_target(f"cuda:h100-80x{devices}" if devices > 1 else "cuda:h100-80")
     policies = (way.policy,) * shape.n_layers
     state = jax.eval_shape(lambda: way.state(shape))
-    sizes = {"seq": SEQ, "completion": COMPLETION, "rows": devices, "micro": 1}
+    sizes: dict[str, Any] = {"seq": SEQ, "completion": COMPLETION, "rows": devices, "micro": 1}
     batch = AbstractUpdate(shape, **sizes, optimizer=optax.identity(), beta=0.0).arguments(
         policies
     )[1]
@@ -175,6 +176,10 @@ def measure(name: str, devices: int, way: Way) -> dict[str, Any]:
         state = jax.tree.map(put, state, parameter_sharding(state, mesh))
         batch = jax.tree.map(lambda leaf: put(leaf, batch_sharding(mesh)), batch)
     update = functools.partial(way.update(shape), policies)
+    block, arguments = block_and_arguments(
+        sketched_config(shape, Sketches(rank=rank)) if "LoGRA" in way.name else shape, 1, SEQ
+    )
+    recomputed = hl.explain(way.policy, block, *arguments, argnums=(0, 1)).recomputed.matmuls
     memory = compiled_memory(update, state, batch, target=target, donate=(0,))
     return {
         "model": name,
@@ -182,6 +187,7 @@ def measure(name: str, devices: int, way: Way) -> dict[str, Any]:
         "way": way.name,
         "holds": way.holds,
         "policy": str(way.policy) or "gradient checkpointing",
+        "recomputed_matmuls_a_block": recomputed,
         "state_bytes": memory.arguments,
         "temporary_bytes": memory.temporaries,
         "peak_bytes": memory.peak,
@@ -226,7 +232,7 @@ def main(config: Config) -> None:
                 continue  # its weights alone are 101 GiB
             engines[f"{name}, {devices}"] = rollout_share(shape_of(name), devices)
             for way in ways(config.rank):
-                rows.append(measure(name, devices, way))
+                rows.append(measure(name, devices, way, config.rank))
                 peak = rows[-1]["peak_bytes"] / 2**30
                 print(
                     f"{name} x {devices}, {way.name}: {peak:.2f} GiB", file=sys.stderr, flush=True
