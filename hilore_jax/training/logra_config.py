@@ -16,6 +16,7 @@ from hilore_jax.training.logra_state import LograSettings
 
 if TYPE_CHECKING:
     from hilore_jax.training.config import TrainConfig
+    from hilore_jax.training.plan_command import PlanConfig
 
 # Settings that only LoGRA reads; in no fingerprint of a run without it.
 NAMES = (
@@ -29,7 +30,7 @@ def sketches_of(config: TrainConfig) -> Sketches:
     return Sketches(rank=config.rank, seed=config.seed, kind=config.projection, dtype=config.dtype)
 
 
-def targets_of(config: TrainConfig) -> tuple[str, ...]:
+def targets_of(config: TrainConfig | PlanConfig) -> tuple[str, ...]:
     """The linear maps that the settings name.
 
     Raises:
@@ -41,8 +42,8 @@ def targets_of(config: TrainConfig) -> tuple[str, ...]:
     unknown = [name for name in named if name not in LINEARS]
     if unknown or not named:
         raise ValueError(
-            f"{', '.join(unknown) or 'none named'}: expected all, or some of {', '.join(LINEARS)}, "
-            "separated by commas"
+            f"targets {', '.join(unknown) or 'none named'}: expected all, or some of "
+            f"{', '.join(LINEARS)}, separated by commas"
         )
     return named
 
@@ -64,8 +65,8 @@ def kl_budget_of(text: str) -> tuple[float, float]:
         found = (math.nan, math.nan)
     if not all(0 < x < math.inf for x in found):
         raise ValueError(
-            f"{text!r}: expected the first and the last update's budget, nats a token above 0, "
-            "such as 2e-4:2e-5"
+            f"kl_budget {text!r}: expected the first and the last update's budget, nats a token "
+            "above 0, such as 2e-4:2e-5"
         )
     return found
 
@@ -125,7 +126,7 @@ def logra_faults(config: TrainConfig) -> list[str]:
         try:
             check(getattr(config, name))
         except ValueError as error:
-            found.append(f"{name} {error}")
+            found.append(str(error))
     if config.realized_kl_every and not config.step_control:
         found.append("realized_kl_every needs step control, on whose probes the KL is measured")
     chosen = ("ladder", "gate", "skip_rows", "pack_by_exposure")

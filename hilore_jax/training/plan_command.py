@@ -7,12 +7,13 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import optax
 
 from hilore_jax._extras import require
-from hilore_jax.models.config import DecoderConfig, LoraConfig
+from hilore_jax.logra.sketches import Sketches
+from hilore_jax.models.config import DecoderConfig, LoraConfig, SketchConfig
 from hilore_jax.models.lookup import shape_of
 from hilore_jax.planning.buckets import microbatch_risk
 from hilore_jax.planning.budget import Budget
@@ -28,6 +29,7 @@ from hilore_jax.training.abstract import AbstractUpdate
 from hilore_jax.training.batch_exposure import check_exposure_of, other_batch
 from hilore_jax.training.config import Rank
 from hilore_jax.training.load import load_file
+from hilore_jax.training.logra_config import targets_of
 from hilore_jax.training.situation import MODEL, check_situation, model_facts, plan_settings
 
 
@@ -47,6 +49,14 @@ class PlanConfig:
     """Weight of the K3 term; 0 leaves the reference's log-probs out."""
     lora_rank: Rank = 0
     """Rank of LoRA adapters; 0 trains every parameter."""
+    optimizer: Literal["adamw", "logra"] = "adamw"
+    """Of the update: LoGRA keeps sketches of gradients and one number a row of each weight."""
+    rank: int = 256
+    """LoGRA: rank of the sketches."""
+    targets: str = "all"
+    """LoGRA: linear maps to sketch, such as `q_proj,down_proj`; all else is frozen."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """LoGRA: storage of the weights."""
     dtype: str = "bfloat16"
     """Compute dtype, and storage dtype of frozen weights; weights that train are in float32."""
     target: str = "device"
@@ -148,6 +158,7 @@ def _checked(config: PlanConfig) -> Calibration | None:
         raise ValueError(
             f"--lora-rank {config.lora_rank} and --beta {config.beta:g}: expected both >= 0"
         )
+    _check_logra(config)
     calibration: Calibration | None = None
     if config.calibration:
         calibration = load_file(config.calibration, "calibration", "--calibration")
@@ -164,6 +175,19 @@ def _checked(config: PlanConfig) -> Calibration | None:
             raise ValueError(f"--plot {config.plot}: expected a name ending in .png, .svg or .pdf")
         require("matplotlib", "plots", "--plot")
     return calibration
+
+
+def _check_logra(config: PlanConfig) -> None:
+    if config.optimizer != "logra":
+        return
+    if config.rank < 1:
+        raise ValueError(f"--rank {config.rank}: expected 1 or more")
+    if config.lora_rank:
+        raise ValueError(
+            f"--optimizer logra and --lora-rank {config.lora_rank}: LoGRA moves the weights that "
+            "adapters keep frozen; give one or the other"
+        )
+    targets_of(config)
 
 
 def _check_calibration(calibration: Calibration, update: AbstractUpdate) -> None:
@@ -258,9 +282,14 @@ def abstract_update(config: PlanConfig) -> AbstractUpdate:
 def model_shape(config: PlanConfig, platform: str) -> DecoderConfig:
     """The model's config, with the attention that runs on the target's platform."""
     lora = LoraConfig(rank=config.lora_rank) if config.lora_rank else None
-    # As `hilore train` keeps them: weights that train are in float32.
+    # As `hilore train` keeps them: weights that train are in float32, unless steps into them are
+    # rounded at random.
     stored = config.dtype if lora else "float32"
     fields = {"dtype": config.dtype, "param_dtype": stored, "lora": lora}
+    if config.optimizer == "logra":
+        sketches = Sketches(rank=config.rank, dtype=config.dtype)
+        fields["param_dtype"] = config.weights
+        fields["sketches"] = SketchConfig(sketches, targets_of(config))
     shape = shape_of(config.model, **fields)
     fits = shape.head_dim <= 128 and shape.head_dim % 8 == 0 and shape.dtype != "float32"
     kind = "cudnn" if platform == "cuda" and fits else "xla"

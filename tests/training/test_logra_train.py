@@ -1,0 +1,240 @@
+"""Whole LoGRA runs of a tiny model: one trace, resume, packets, plans, bad settings."""
+
+import dataclasses
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hilore_jax as hl
+from hilore_jax import cli
+from hilore_jax.logra import FileTransport, Follower
+from hilore_jax.models.sketched import sketched_stacks, stacked
+from hilore_jax.planning.fingerprint import fingerprint
+from hilore_jax.training.abstract import check_plan, training_update
+from hilore_jax.training.config import TrainConfig, faults
+from hilore_jax.training.learner import Learner
+from hilore_jax.training.logra_config import run_shape
+from hilore_jax.training.metrics import read_metrics
+from hilore_jax.training.plan_command import PlanConfig, abstract_update, run_plan
+from hilore_jax.training.publish import by_layer
+from hilore_jax.training.trainer import train
+from plans import bare_plan
+
+SETTINGS = TrainConfig(
+    prompts=2,
+    group=4,
+    micro_rows=4,
+    prompt_length=6,
+    completion_length=3,
+    task="count",
+    updates=3,
+    optimizer="logra",
+    rank=3,
+    targets="q_proj,down_proj",
+    update_ratio=1e-2,
+    kl_budget="1e-3:1e-4",
+    realized_kl_every=2,
+    save_every=0,
+    quiet=True,
+)
+GC = hl.Policy({})
+
+
+@pytest.fixture(scope="module")
+def shared(parts, tmp_path_factory):
+    """(learner, parts, first state, sync folder): the update is compiled once for all tests.
+
+    Rewards are a hash of the text, so that every update has an advantage.
+    """
+    built = parts()
+    score = lambda text, item: zlib.crc32(text.encode()) % 7 / 7  # noqa: E731
+    built = dataclasses.replace(built, task=dataclasses.replace(built.task, score=score))
+    folder = str(tmp_path_factory.mktemp("sync"))
+    learner = Learner(dataclasses.replace(SETTINGS, sync=folder), built.model)
+    return learner, built, jax.tree.map(jnp.copy, learner.state), folder
+
+
+@pytest.fixture
+def config(tmp_path, shared):
+    return dataclasses.replace(SETTINGS, run_dir=str(tmp_path / "run"), sync=shared[3])
+
+
+@pytest.fixture
+def run(shared):
+    """`train` as a new process would: the learner starts from the first state again."""
+    learner, built, start, _ = shared
+
+    def begin(config, **options):
+        learner.state = jax.tree.map(jnp.copy, start)
+        return train(config, built, learner=learner, **options)
+
+    return begin
+
+
+def lines(config):
+    found = read_metrics(Path(config.run_dir) / "metrics.jsonl")
+    return [{k: v for k, v in m.items() if not k.startswith("seconds/")} for m in found]
+
+
+def weights(state):
+    return [np.asarray(x) for x in jax.tree.leaves((state.params, state.opt_state, state.step))]
+
+
+def test_a_run_is_one_trace_and_followers_have_its_weights(run, shared, config):
+    done = run(config)
+    metrics = lines(config)
+    assert [m["n_traces"] for m in metrics] == [1, 1, 1]
+    assert [m["step"] for m in metrics if "realized_kl" in m] == [1, 3]
+    for line in metrics:
+        assert line["predicted_kl"] <= line["kl_budget"] * 1.001 and line["nonfinite"] == 0
+        assert 0 < line["update_ratio"] <= 3.01e-2 and line["grad_norm"] > 0
+        # bfloat16 factors of rank 3 for out 16 and 16, against float32 16 x 16 and 24 x 16.
+        assert line["sync/packet_bytes"] == 2 * 2 * 3 * (16 + 16)
+        assert line["sync/full_bytes"] == 2 * 4 * 16 * (16 + 24)
+    stacks = sketched_stacks(run_shape(config, shared[1].model.config), (2,))
+    transport = FileTransport(config.sync)
+    follower = Follower.start(transport.full_sync(0, timeout=0.0))
+    for packet in transport.packets():
+        follower = follower.apply(packet)
+    assert follower.update == 3
+    trained = by_layer(stacks, stacked(done.state.params, "kernel"))
+    for layer, kernel in trained.items():
+        np.testing.assert_array_equal(follower.kernels[layer], kernel)
+    first = by_layer(stacks, stacked(shared[2].params, "kernel"))
+    assert not any(np.array_equal(first[layer], trained[layer]) for layer in trained)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, config, tmp_path):
+    whole = run(config)
+    parted = dataclasses.replace(config, run_dir=str(tmp_path / "parted"))
+    half = run(dataclasses.replace(parted, updates=2))
+    # Packets are those of the first run, or the folder would refuse them.
+    resumed = run(dataclasses.replace(parted, resume=True))
+    assert [m["step"] for m in resumed.metrics] == [3]
+    ends = [weights(one.state) for one in (whole, half, resumed)]
+    for want, found in zip(ends[0], ends[2], strict=True):
+        np.testing.assert_array_equal(found, want)
+    assert any(np.any(a != b) for a, b in zip(ends[0], ends[1], strict=True))  # the witness
+    assert lines(parted) == lines(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 4}, "rank: checkpoint 3, this run 4"),
+        ({"seed": 5}, "seed: checkpoint 0, this run 5"),
+        ({"targets": "q_proj"}, "targets: checkpoint 'q_proj,down_proj', this run 'q_proj'"),
+        ({"projection": "gaussian"}, "projection: checkpoint 'rademacher', this run 'gaussian'"),
+        ({"optimizer": "adamw"}, "optimizer: checkpoint 'logra', this run None"),
+    ],
+)
+def test_a_checkpoint_of_other_sketches_is_refused_by_name(run, config, change, message):
+    run(dataclasses.replace(config, updates=1))
+    change: dict[str, Any] = {"resume": True, **change}
+    if change.get("optimizer") == "adamw":
+        defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
+        own = ("rank", "targets", "update_ratio", "kl_budget", "realized_kl_every", "sync")
+        change |= {name: defaults[name] for name in own}
+    with pytest.raises(ValueError, match=message):
+        run(dataclasses.replace(config, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 0}, "rank must be >= 1, found 0"),
+        ({"lora_rank": 8}, "optimizer logra and lora_rank 8: .* leave --lora out"),
+        ({"kl_budget": "2e-4:0"}, "kl_budget '2e-4:0': expected the first and the last"),
+        ({"kl_budget": "2e-4"}, "kl_budget '2e-4': expected"),
+        ({"update_ratio": 0.0}, "update_ratio must be finite and > 0"),
+        ({"kl_updates": 0}, "kl_updates must be >= 1"),
+        ({"targets": "qkv"}, "targets qkv: expected all, or some of q_proj"),
+        ({"skip_rows": True}, "optimizer logra with skip_rows"),
+        ({"pack_by_exposure": True}, "optimizer logra with pack_by_exposure"),
+        ({"step_control": False}, "realized_kl_every needs step control"),
+        ({"dense": "adamw", "sync": "packets"}, "packets carry the factors of sketched weights"),
+        ({"dense": "adamw", "weights": "bfloat16"}, "would be lost in bfloat16"),
+        ({"optimizer": "adamw"}, "rank, targets, .*: of LoGRA alone, add --optimizer logra"),
+    ],
+)
+def test_bad_settings_are_named_before_anything_is_loaded(config, change, message):
+    settings = {"sync": "", **change}
+    found = faults(dataclasses.replace(config, **settings))
+    assert len(found) == 1
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(found[0])
+
+
+def test_a_ladder_and_a_gate_are_refused(config):
+    found = "\n".join(faults(dataclasses.replace(config, ladder="no.json", gate=True)))
+    assert "optimizer logra with ladder and gate: its updates are one program" in found
+
+
+def test_a_rank_that_no_map_exceeds_is_refused_with_the_shapes(config, parts):
+    with pytest.raises(ValueError, match=r"rank 16 is no smaller .*q_proj.*choose a rank below 16"):
+        train(dataclasses.replace(config, rank=16), parts())
+
+
+def test_other_runs_have_the_settings_and_fingerprints_of_before():
+    plain = TrainConfig()
+    assert plain.adapter_rank == 16 and TrainConfig(optimizer="logra").adapter_rank == 0
+    saved = plain.fingerprint()
+    assert saved["lora_rank"] == 16 and not {"optimizer", "rank", "targets"} & saved.keys()
+    assert TrainConfig(optimizer="logra").fingerprint()["rank"] == 256
+
+
+def test_the_command_line_spells_them():
+    line = "--optimizer logra --rank 8 --update-ratio 1e-4 --kl-budget 1e-3:1e-4 --no-step-control"
+    config = cli._parse(TrainConfig, "train", [*line.split(), "--dense", "adamw"])
+    assert (config.optimizer, config.rank, config.lora_rank) == ("logra", 8, None)
+    assert (config.update_ratio, config.kl_budget) == (1e-4, "1e-3:1e-4")
+    assert (config.step_control, config.dense) == (False, "adamw")
+
+
+def test_a_plan_is_of_its_sketches(tiny):
+    def update(**changes):
+        config = dataclasses.replace(SETTINGS, **changes)
+        return training_update(run_shape(config, tiny().config), config)
+
+    own = update()
+    blocks, args = own.blocks(), own.arguments((GC, GC))
+    facts = {"blocks": blocks.count, "argnums": blocks.argnums}
+    facts = fingerprint(blocks.fn, blocks.args, args, **facts) | own.facts()
+    plan = bare_plan((GC, GC), [], fingerprint=facts)
+    check_plan(plan, own)
+    for changes, message in (
+        ({"rank": 4}, r"LoGRA rank: the plan has 3, this run has 4\. Give .*--rank 3"),
+        ({"optimizer": "adamw"}, r"LoGRA rank: the plan has 3, this run has 0.*--optimizer logra"),
+        ({"targets": "q_proj"}, r"LoGRA targets: .*--targets q_proj,down_proj"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_plan(plan, update(**changes))
+
+
+def test_the_planners_update_keeps_rows_and_no_moments_of_entries(tmp_path):
+    shape = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    settings = PlanConfig(
+        model=str(tmp_path), batch="2x8", target="cpu", optimizer="logra", rank=3, targets="up_proj"
+    )
+    state, _ = abstract_update(settings).arguments((GC, GC))
+    assert [(x.shape, str(x.dtype)) for x in jax.tree.leaves(state.params)] == [
+        ((2, 16, 24), "float32")
+    ]
+    shapes = [x.shape for x in jax.tree.leaves(state.opt_state)]
+    assert sorted(shapes) == [(), (), (2, 24)]
+    trained = abstract_update(settings).blocks().args[0]
+    assert [x.shape for x in jax.tree.leaves(trained)] == [(24, 3)]
+    with pytest.raises(ValueError, match="give one or the other"):
+        run_plan(dataclasses.replace(settings, lora_rank=2))
