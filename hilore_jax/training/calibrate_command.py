@@ -23,7 +23,8 @@ from hilore_jax.planning.risks import default_risk, recommended_codecs
 from hilore_jax.planning.schedule import Schedule
 from hilore_jax.planning.target import parse_target
 from hilore_jax.training.abstract import training_update
-from hilore_jax.training.config import Rank, TrainConfig, faults, read_policy
+from hilore_jax.training.config import Rank, TrainConfig, faults
+from hilore_jax.training.config_files import read_policy
 from hilore_jax.training.gradients import make_micro_loss
 from hilore_jax.training.parts import Parts, load_parts
 from hilore_jax.training.rollouts import Measured, real_updates

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from hilore_jax.actions import Policy
-from hilore_jax.planning.files import check_folder, read
 from hilore_jax.planning.ladder import Ladder
-from hilore_jax.planning.plan import Plan
-from hilore_jax.planning.plan_file import to_null
 from hilore_jax.spelling import parse_policy
-from hilore_jax.training import checkpoint
+from hilore_jax.training.config_files import (
+    file_faults,
+    folder_faults,
+    ladder_digest,
+    plan_facts,
+    read_policy,
+)
 from hilore_jax.training.logra_config import NAMES, logra_faults
 from hilore_jax.training.sampling import check_sampling
 from hilore_jax.training.tasks import parse_args
@@ -164,33 +165,9 @@ class TrainConfig:
         settings["lora_rank"] = self.adapter_rank
         if self.optimizer != "logra":  # as in checkpoints from before there was another
             settings = {k: v for k, v in settings.items() if k not in NAMES}
-        planned = _plan_facts(self.plan, self.gate) if self.plan else {}
-        ladder = _ladder_digest(self.ladder) if self.ladder else ""
+        planned = plan_facts(self.plan, self.gate) if self.plan else {}
+        ladder = ladder_digest(self.ladder) if self.ladder else ""
         return settings | {"policy": str(self.parsed_policy), "ladder": ladder} | planned
-
-
-def _plan_facts(path: str, gate: bool) -> dict[str, Any]:
-    """What of a plan decides on a run's updates: policies, and all that a gate reads of them."""
-    fields = {"plan": json.loads(Path(path).read_text())["policies"]}
-    if not gate:
-        return fields
-    made = Plan.load(path)
-    gc, risks = max(entry.seconds for entry in made.menu), made.block_risks is not None
-    return fields | {
-        "gate block_risks": [to_null(entry.risk) for entry in made.entries] if risks else None,
-        "gate seconds": [gc - entry.seconds for entry in made.entries],  # that decoding saves
-        "gate exposure": made.exposure,
-        "gate norm": made.norm,
-        "gate form": "paper" if made.paper else "squared",
-    }
-
-
-def _ladder_digest(path: str) -> str:
-    """Of what of a ladder decides on a run's updates."""
-    made = Ladder.load(path)
-    policies = [[policy.to_json() for policy in each.policies] for each in made.plans]
-    text = json.dumps([dataclasses.asdict(made.buckets), policies])
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def faults(config: TrainConfig) -> list[str]:
@@ -242,7 +219,7 @@ def faults(config: TrainConfig) -> list[str]:
     if config.plan:
         if config.policy != TrainConfig.policy:
             found.append(f"policy '{config.policy}' and a plan: it holds the policies, give one")
-        found += _file_faults(config.plan, "plan")
+        found += file_faults(config.plan, "plan")
     if config.ladder:
         found += _ladder_faults(config)
     if config.gate and not config.plan:
@@ -250,7 +227,7 @@ def faults(config: TrainConfig) -> list[str]:
     others = [name for name in ("ladder", "skip_rows", "pack_by_exposure") if getattr(config, name)]
     if config.gate and others:
         found.append(f"gate and {' and '.join(others)}: the gate is one program for all rows")
-    return found + logra_faults(config) + _folder_faults(Path(config.run_dir), config.resume)
+    return found + logra_faults(config) + folder_faults(Path(config.run_dir), config.resume)
 
 
 def _ladder_faults(config: TrainConfig) -> list[str]:
@@ -261,60 +238,12 @@ def _ladder_faults(config: TrainConfig) -> list[str]:
         ]
     if config.policy != TrainConfig.policy:
         return [f"policy '{config.policy}' and a ladder: its plans hold the policies, give one"]
-    if found := _file_faults(config.ladder, "ladder"):
+    if found := file_faults(config.ladder, "ladder"):
         return found
     try:
         Ladder.load(config.ladder)
     except ValueError as error:
         return [f"ladder: {error}"]
-    return []
-
-
-def _file_faults(path: str, kind: str) -> list[str]:
-    """What stands against reading a file of this kind, which the option of its name takes."""
-    try:
-        read(path, kind, f"--{kind}")
-    except (ValueError, OSError) as error:
-        return [str(error).rstrip(".")]
-    return []
-
-
-def read_policy(text: str, option: str = "") -> Policy:
-    """A policy as commands take it; of a file of another kind it says what takes that.
-
-    Raises:
-        ValueError, FileNotFoundError: not a policy; names the part or the file at fault.
-    """
-    if text.strip().endswith(".json"):
-        read(text.strip(), "policy", option)
-    return parse_policy(text)
-
-
-def _folder_faults(run_dir: Path, resume: bool) -> list[str]:
-    """What stands against writing to a run folder; one that a failed start left is free."""
-    if run_dir.exists() and not run_dir.is_dir():
-        return [f"run_dir '{run_dir}' is a file, expected a folder"]
-    try:
-        check_folder(run_dir, f"run_dir '{run_dir}'")
-    except ValueError as error:
-        return [str(error).rstrip(".")]
-    metrics = run_dir / "metrics.jsonl"
-    used = metrics.exists() and metrics.stat().st_size > 0
-    saved = bool(checkpoint.steps(run_dir / "checkpoints"))
-    if resume and not saved:
-        instead = "name another run folder, or remove this one" if used else "leave --resume out"
-        where = "holds no checkpoint" if run_dir.is_dir() else "does not exist"
-        return [f"nothing to resume: run_dir '{run_dir}' {where}; {instead} to start anew"]
-    if not resume and saved:
-        return [
-            f"run_dir '{run_dir}' already holds a run; pass --resume to continue it, or name "
-            "another folder"
-        ]
-    if not resume and used:
-        return [
-            f"run_dir '{run_dir}' holds the metrics of a run that left no checkpoint; name another "
-            "folder, or remove this one"
-        ]
     return []
 
 

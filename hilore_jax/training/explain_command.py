@@ -16,7 +16,8 @@ from hilore_jax.planning.calibration import Calibration
 from hilore_jax.planning.files import kind_of
 from hilore_jax.planning.ladder import Ladder
 from hilore_jax.planning.plan import Plan
-from hilore_jax.training.config import Rank, read_policy
+from hilore_jax.training.config import Rank
+from hilore_jax.training.config_files import read_policy
 from hilore_jax.training.load import READERS, load_file
 from hilore_jax.training.report import block_and_arguments
 

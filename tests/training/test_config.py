@@ -158,8 +158,8 @@ def test_a_verdict_does_not_make_another_run_and_another_bucket_does(config, tmp
     ladder = hl.Ladder((0.5, math.inf), (low, exact), 0.015)
     ladder.save(path)
     before = laddered.fingerprint()
-    found = {"accepted": True, "reason": "good", "peak": 1, "errors": (0.001,), "removed": ()}
-    found |= {"predicted": 0.001, "error": 0.001, "limit": 0.015}
+    found = {"accepted": True, "reason": "good", "peak": 1, "measured": None, "errors": (0.001,)}
+    found |= {"removed": (), "predicted": 0.001, "error": 0.001, "limit": 0.015}
     tried = dataclasses.replace(low, accepted=True, acceptance=found)
     dataclasses.replace(ladder, plans=(tried, exact)).save(path)
     assert laddered.fingerprint() == before
