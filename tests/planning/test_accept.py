@@ -192,9 +192,9 @@ def test_names_that_do_not_pay_are_left_out():
     before = under(two)
     kept, now = (sum(entry.nbytes for entry in plan.entries) for plan in (before, made))
     slope = (before.memory.peak - before.gc.peak) / kept
-    more = slope if now <= kept else before.share
-    last, nbytes = (before.gc.peak, now) if now <= kept else (before.memory.peak, now - kept)
-    assert made.predicted == round(last + more * nbytes) != before.predicted
+    assert before.share is not None
+    low, high = before.gc.peak + slope * now, before.memory.peak + before.share * (now - kept)
+    assert made.predicted == round(low if now <= kept else high) != before.predicted
     assert made.trials == (*before.trials, Trial(f"{N} x {GOOD}", made.predicted, 50, True))
     assert replace_of(made) == replace_of(before)
     seconds[GOOD] = 2e-6  # now norm pays

@@ -36,7 +36,7 @@ class Update(AbstractUpdate):
 @pytest.fixture
 def update(tiny):
     SEEN.clear()
-    sizes = {"micro": 1, "rows": 1, "seq": 2, "completion": 1}
+    sizes: Any = {"micro": 1, "rows": 1, "seq": 2, "completion": 1}
     return Update(tiny().config, optimizer=optax.identity(), **sizes)
 
 
