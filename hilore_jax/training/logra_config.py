@@ -12,6 +12,7 @@ import optax
 from hilore_jax.logra.sketches import Sketches
 from hilore_jax.models.config import LINEARS, DecoderConfig
 from hilore_jax.models.sketched import sketched_config
+from hilore_jax.planning.files import check_folder
 from hilore_jax.training.logra_state import LograSettings
 
 if TYPE_CHECKING:
@@ -146,8 +147,15 @@ def logra_faults(config: TrainConfig) -> list[str]:
 def _sync_faults(config: TrainConfig) -> list[str]:
     if not config.sync:
         return []
-    if Path(config.sync).exists() and not Path(config.sync).is_dir():
-        return [f"sync '{config.sync}' is a file, expected a folder"]
+    folder = Path(config.sync)
+    if folder.exists() and not folder.is_dir():
+        return [f"sync '{folder}' is a file, expected a folder"]
+    try:
+        check_folder(folder, f"sync '{folder}'")
+    except ValueError as error:
+        return [str(error).rstrip(".")]
+    if not config.resume and any(folder.glob("packet-*.safetensors")):
+        return [f"sync '{folder}' holds the packets of another run; name a new folder"]
     if config.dense != "frozen":
         return [
             f"sync with dense {config.dense}: packets carry the factors of sketched weights alone, "

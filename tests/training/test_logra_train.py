@@ -61,8 +61,8 @@ def shared(parts, tmp_path_factory):
 
 
 @pytest.fixture
-def config(tmp_path, shared):
-    return dataclasses.replace(SETTINGS, run_dir=str(tmp_path / "run"), sync=shared[3])
+def config(tmp_path):
+    return dataclasses.replace(SETTINGS, run_dir=str(tmp_path / "run"))
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_run_is_one_trace_and_followers_have_its_weights(run, shared, config):
         assert line["sync/packet_bytes"] == 2 * 2 * 3 * (16 + 16)
         assert line["sync/full_bytes"] == 2 * 4 * 16 * (16 + 24)
     stacks = sketched_stacks(run_shape(config, shared[1].model.config), (2,))
-    transport = FileTransport(config.sync)
+    transport = FileTransport(shared[3])
     follower = Follower.start(transport.full_sync(0, timeout=0.0))
     for packet in transport.packets():
         follower = follower.apply(packet)
@@ -136,13 +136,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, config, tmp_pat
 )
 def test_a_checkpoint_of_other_sketches_is_refused_by_name(run, config, change, message):
     run(dataclasses.replace(config, updates=1))
-    change: dict[str, Any] = {"resume": True, **change}
-    if change.get("optimizer") == "adamw":
+    settings: dict[str, Any] = {"resume": True, **change}
+    if "optimizer" in change:
         defaults = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
-        own = ("rank", "targets", "update_ratio", "kl_budget", "realized_kl_every", "sync")
-        change |= {name: defaults[name] for name in own}
+        own = ("rank", "targets", "update_ratio", "kl_budget", "realized_kl_every")
+        settings |= {name: defaults[name] for name in own}
     with pytest.raises(ValueError, match=message):
-        run(dataclasses.replace(config, **change))
+        run(dataclasses.replace(config, **settings))
 
 
 @pytest.mark.parametrize(
@@ -164,11 +164,20 @@ def test_a_checkpoint_of_other_sketches_is_refused_by_name(run, config, change, 
     ],
 )
 def test_bad_settings_are_named_before_anything_is_loaded(config, change, message):
-    settings = {"sync": "", **change}
-    found = faults(dataclasses.replace(config, **settings))
+    found = faults(dataclasses.replace(config, **change))
     assert len(found) == 1
     with pytest.raises(ValueError, match=message):
         raise ValueError(found[0])
+
+
+def test_a_folder_with_the_packets_of_another_run_is_refused(config, tmp_path):
+    (tmp_path / "packet-000000.safetensors").touch()
+    again = dataclasses.replace(config, sync=str(tmp_path))
+    assert faults(again) == [
+        f"sync '{tmp_path}' holds the packets of another run; name a new folder"
+    ]
+    (tmp_path / "packet-000000.safetensors").unlink()
+    assert faults(again) == []
 
 
 def test_a_ladder_and_a_gate_are_refused(config):

@@ -194,8 +194,8 @@ def test_two_updates_are_those_of_the_equations(learner, plain, two, data):
         mean = 0.7 * float(before.ghat) + 0.3 * min(norm, 2 * float(before.ghat))
         assert float(after.ghat) == pytest.approx(mean, rel=1e-5)
     # Other projections each time: the same ones would make factors of another update alike.
-    keys = [stack_keys(learner.stacks, SKETCHES, n)["0.q_proj"] for n in (0, 1)]
-    assert not np.array_equal(*keys)
+    first, second = (stack_keys(learner.stacks, SKETCHES, n)["0.q_proj"] for n in (0, 1))
+    assert not np.array_equal(first, second)
 
 
 def test_the_step_hits_its_budget_and_small_ones_cause_what_was_predicted(two):
@@ -305,7 +305,9 @@ def test_the_weights_move_in_place_and_no_gradient_of_theirs_exists():
             config, micro=2, rows=1, seq=8, completion=4, optimizer=optax.sgd(0.1), beta=0.0
         )
         jitted = jax.jit(update, static_argnums=0, donate_argnums=1, compiler_options=options)
-        return jitted.lower(GC * 4, *update.arguments(GC * 4)).compile().memory_analysis()
+        analysis = jitted.lower(GC * 4, *update.arguments(GC * 4)).compile().memory_analysis()
+        assert analysis is not None
+        return analysis
 
     found = compiled(sketched)
     assert found.alias_size_in_bytes > kernels
