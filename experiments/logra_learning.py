@@ -61,15 +61,15 @@ WAYS = ("dense AdamW", "LoRA", "LoGRA", "LoGRA, no step control")
 class Settings:
     """Learning curves of four ways to train."""
 
-    updates: int = 200
+    updates: int = 400
     """Of the small model, after its start."""
     start: int = 60
     """Dense updates before the ways part."""
     seeds: int = 3
-    small_rank: int = 8
-    small_ratio: float = 3e-3
+    small_rank: int = 24
+    small_ratio: float = 1e-2
     """LoGRA's update ratio for the small model."""
-    small_budget: str = "1e-2:1e-3"
+    small_budget: str = "3e-2:1e-2"
     minutes: float = 7.0
     """For each way on SmolLM2; 0 leaves it out."""
     rank: int = 64
