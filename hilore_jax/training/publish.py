@@ -71,7 +71,7 @@ def full_sync(
 
 
 def by_layer(
-    stacks: tuple[SketchedStack, ...], arrays: Mapping[str, Array]
+    stacks: tuple[SketchedStack, ...], arrays: Mapping[str, Array | np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Layer name -> its row of a stack, copied to the host.
 

@@ -120,7 +120,7 @@ def test_a_rejected_plan_of_a_ladder_is_refused_unless_that_is_allowed(tmp_path,
     exact = dataclasses.replace(made, policies=(hl.Policy({}),) * 2)
     config = dataclasses.replace(CONFIG, policy="gc", ladder=str(path))
     found = {"accepted": False, "reason": "it is bad", "peak": 1, "errors": (0.5,), "removed": ()}
-    found |= {"predicted": 0.5, "error": 0.5, "limit": 0.015}
+    found |= {"measured": None, "predicted": 0.5, "error": 0.5, "limit": 0.015}
     bad = dataclasses.replace(made, accepted=False, acceptance=found)
     good = dataclasses.replace(made, accepted=True, acceptance={**found, "accepted": True})
     Ladder((0.25, 0.5, math.inf), (good, bad, exact)).save(path)
