@@ -1,7 +1,8 @@
 """Learning by dense AdamW, LoRA, LoGRA, and LoGRA without step control: reward, KL and memory.
 
 A small decoder learns to reverse letters, several seeds; it starts half-way, where some updates of
-dense AdamW have brought it, since adapters of a random model have nothing to adapt. Then SmolLM2
+dense AdamW have brought it, since adapters of a random model have nothing to adapt; a fifth way
+there trains by AdamW what LoGRA leaves frozen. Then SmolLM2
 on reasoning-gym's chain_sum, one seed, for some minutes a way. After every update the KL that it
 really caused is measured, for all ways alike, on two responses of its batch: KL(before || after).
 
@@ -55,6 +56,9 @@ SMALL = DecoderConfig(
     max_seq=16,
 )
 WAYS = ("dense AdamW", "LoRA", "LoGRA", "LoGRA, no step control")
+# LoGRA and LoRA leave the embedding, which is the head too, and the norms as they are.
+UNFROZEN = "LoGRA, the rest by AdamW"
+SMALL_WAYS = (*WAYS, UNFROZEN)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +113,8 @@ def small_config(settings: Settings, way: str, seed: int, folder: str) -> TrainC
             "update_ratio": settings.small_ratio,
             "kl_budget": settings.small_budget,
             "kl_updates": settings.updates,
-            "step_control": way == "LoGRA",
+            "step_control": way != "LoGRA, no step control",
+            "dense": "adamw" if way == UNFROZEN else "frozen",
         }
     return TrainConfig(
         model="random",
@@ -266,7 +271,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     panels = []
     for model in dict.fromkeys(run["model"] for run in runs):
         rewards, kls = {}, {}
-        for way in WAYS:
+        for way in SMALL_WAYS:
             mine = [r for r in runs if (r["model"], r["way"]) == (model, way)]
             if not mine:
                 continue
@@ -311,7 +316,7 @@ def main(settings: Settings) -> int:
         return any((r["model"], r["way"], r["seed"]) == (model, way, seed) for r in runs)
 
     for seed in range(settings.seeds):
-        todo = [way for way in WAYS if not known("small decoder", way, seed)]
+        todo = [way for way in SMALL_WAYS if not known("small decoder", way, seed)]
         start = small_start(settings, seed) if todo else None
         for way in todo:
             assert start is not None

@@ -221,3 +221,78 @@ def keep_first(kind):
         return found[0]
 
     return make
+
+
+def test_logra_learning_quick(script, unoptimized, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    module, out = script("logra_learning"), tmp_path / "quick.json"
+    ways = ("LoRA", "LoGRA")  # the others' programs compile elsewhere
+    monkeypatch.setattr(module, "WAYS", ways)
+    monkeypatch.setattr(module, "SMALL_WAYS", ways)
+    assert module.main(module.Settings(quick=True, out=str(out))) == 0
+    result = json.loads(out.read_text())
+    assert [run["way"] for run in result["runs"]] == list(ways)
+    for run in result["runs"]:
+        assert len(run["reward"]) == len(run["realized_kl"]) == 3
+        assert all(kl > 0 for kl in run["realized_kl"])
+    lora, logra = result["runs"]
+    assert lora["predicted_kl"] == [None] * 3
+    for said, seen in zip(logra["predicted_kl"], logra["realized_kl"], strict=True):
+        assert seen == pytest.approx(said, rel=0.5)
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    # What is there is not trained again.
+    monkeypatch.setattr(module, "run", None)
+    assert module.main(module.Settings(quick=True, out=str(out))) == 0
+    assert json.loads(out.read_text())["runs"] == result["runs"]
+
+
+def test_logra_time_quick(script, unoptimized, tmp_path, capsys):
+    module, out = script("logra_time"), tmp_path / "quick.json"
+    module.main(module.Config(quick=True, micro=1, rows=2, seq=16, rank=8, out=str(out)))
+    result = json.loads(out.read_text())
+    *rows, probe = result["rows"]
+    names = ["dense AdamW", "LoGRA", "LoGRA, no KL probe", "LoGRA, sketch_hidden kept"]
+    assert [row["update"] for row in rows] == names
+    assert probe["kl_probe_share_of_update"] < 1
+    packet = result["packet"]
+    assert 0 < packet["packet_bytes"] < packet["full_sync_bytes_float32"]
+    # Qwen2.5-7B: 28 blocks of q, k, v, o, gate, up, down; rank 256, two bytes a number.
+    outputs = 3584 + 512 + 512 + 3584 + 2 * 18944 + 3584
+    large = result["packets of larger models, from shapes"][1]
+    assert large["packet_bytes"] == pytest.approx(28 * outputs * 256 * 2, rel=1e-3)
+    assert large["part"] <= 1 / 8
+
+
+def test_logra_risk_quick(script, unoptimized, tmp_path):
+    pytest.importorskip("matplotlib")
+    module, out = script("logra_risk"), tmp_path / "quick.json"
+    assert module.main(module.Settings(quick=True, out=str(out))) == 0
+    for row in json.loads(out.read_text())["rows"]:
+        error = row["error"]
+        # A projection keeps lengths: with A x of the decoded x, the sketch is as far off as G.
+        assert error[module.RECOMPUTED] == pytest.approx(error[module.DENSE], rel=0.4)
+        assert 0 < error[module.KEPT] < error[module.RECOMPUTED]
+        kept = row["kept_bytes_of_a_block"]
+        # The norms are not read where A x is kept: 2 x 64 features, for 7 sketches of rank 8.
+        assert kept[module.RECOMPUTED] == kept[module.DENSE]
+        assert kept[module.DENSE] - kept[module.KEPT] == 16 * 34 * 4 * (2 * 64 - 7 * 8)
+
+
+@pytest.mark.gpu_target
+def test_logra_memory_measures_what_it_says(script, monkeypatch):
+    module = script("logra_memory")
+    small = dataclasses.replace(
+        module.GEMMA_27B, vocab_size=512, d_model=128, d_ff=256, n_layers=2, n_heads=4, n_kv_heads=2
+    )
+    monkeypatch.setattr(module, "shape_of", lambda name: small)
+    ways = {way.name: way for way in module.ways(rank=8)}
+    chosen = ("dense AdamW", "LoGRA", "LoGRA, HiLoRe plan")
+    rows = [module.measure("small", 1, ways[name], 8) for name in chosen]
+    dense, logra, planned = rows
+    recomputed = [row["recomputed_matmuls_a_block"] for row in rows]
+    assert recomputed[0] > 0 and recomputed[1] > 0 and recomputed[2] == 0
+    # The state: weights, and two moments of them; with LoGRA a number a row.
+    assert logra["state_bytes"] < 0.5 * dense["state_bytes"]
+    assert logra["peak_bytes"] < dense["peak_bytes"]
+    assert planned["temporary_bytes"] > logra["temporary_bytes"]
+    assert "small, 1" in module.table(rows)
