@@ -79,10 +79,12 @@ class Settings:
     rank: int = 64
     """Of LoRA and of the sketches on SmolLM2, whose smallest side is 192."""
     ratio: float = 6e-5
-    budget: str = "2e-4:2e-5"
-    learning_rate: float = 1e-6
+    """LoGRA's update ratio on SmolLM2."""
+    budget: str = "2e-3:1e-3"
+    """About the KL that updates of the two rates below cause, so that the ways move alike."""
+    learning_rate: float = 1e-5
     """Dense AdamW's on SmolLM2."""
-    lora_rate: float = 2e-5
+    lora_rate: float = 1.5e-4
     quick: bool = False
     """Three updates of the small model, one seed."""
     out: str = str(OUT)
@@ -266,6 +268,12 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def wanted(settings: Settings) -> set[tuple[str, str, int]]:
+    """Model, way and seed of every run."""
+    small = {("small decoder", way, s) for way in SMALL_WAYS for s in range(settings.seeds)}
+    return small | ({("SmolLM2", way, 0) for way in WAYS} if settings.minutes else set())
+
+
 def draw(runs: list[dict[str, Any]], path: Path) -> None:
     """Reward and realized KL by update, a row for each model."""
     panels = []
@@ -300,23 +308,24 @@ def main(settings: Settings) -> int:
         runs = old["runs"]  # go on
 
     def add(model: str, way: str, seed: int, **curves: Any) -> None:
-        runs.append({"model": model, "way": way, "seed": seed, **curves})
+        about = {"model": model, "way": way, "seed": seed, "versions": versions()}
+        runs.append({**about, **curves})
         result = {
-            "command": "python experiments/logra_learning.py",
+            "command": " ".join(["python experiments/logra_learning.py", *sys.argv[1:]]),
+            "complete": not missing(),
             "settings": shown,
             "summary": summary(runs),
-            "versions": versions(),
             "runs": runs,
         }
         write_whole(path, json.dumps(result) + "\n")
         last = json.dumps(summary(runs)[f"{model}, {way}"])
         print(f"{model}, {way}, seed {seed}: {last}", file=sys.stderr, flush=True)
 
-    def known(model: str, way: str, seed: int) -> bool:
-        return any((r["model"], r["way"], r["seed"]) == (model, way, seed) for r in runs)
+    def missing() -> set[tuple[str, str, int]]:
+        return wanted(settings) - {(r["model"], r["way"], r["seed"]) for r in runs}
 
     for seed in range(settings.seeds):
-        todo = [way for way in SMALL_WAYS if not known("small decoder", way, seed)]
+        todo = [way for way in SMALL_WAYS if ("small decoder", way, seed) in missing()]
         start = small_start(settings, seed) if todo else None
         for way in todo:
             assert start is not None
@@ -325,8 +334,8 @@ def main(settings: Settings) -> int:
                 config = small_config(settings, way, seed, folder)
                 parts = Parts(model, TOKENIZER, reverse_task(seed))
                 add("small decoder", way, seed, **run(config, parts))
-    for way in WAYS if settings.minutes else ():
-        if known("SmolLM2", way, 0):
+    for way in WAYS:
+        if ("SmolLM2", way, 0) not in missing():
             continue
         with tempfile.TemporaryDirectory() as folder:
             config = smollm2_config(settings, way, folder)
