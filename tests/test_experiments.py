@@ -231,7 +231,7 @@ def test_logra_learning_quick(script, unoptimized, monkeypatch, tmp_path, capsys
     monkeypatch.setattr(module, "SMALL_WAYS", ways)
     assert module.main(module.Settings(quick=True, out=str(out))) == 0
     result = json.loads(out.read_text())
-    assert [run["way"] for run in result["runs"]] == list(ways)
+    assert [run["way"] for run in result["runs"]] == list(ways) and result["complete"]
     for run in result["runs"]:
         assert len(run["reward"]) == len(run["realized_kl"]) == 3
         assert all(kl > 0 for kl in run["realized_kl"])
@@ -244,6 +244,18 @@ def test_logra_learning_quick(script, unoptimized, monkeypatch, tmp_path, capsys
     monkeypatch.setattr(module, "run", None)
     assert module.main(module.Settings(quick=True, out=str(out))) == 0
     assert json.loads(out.read_text())["runs"] == result["runs"]
+
+
+def test_logra_learning_result_is_whole(script):
+    module = script("logra_learning")
+    result = json.loads((FOLDER / "results" / "logra_learning.json").read_text())
+    settings = module.Settings()
+    assert result["complete"] and {"out": settings.out, **result["settings"]} == vars(settings)
+    made = [(run["model"], run["way"], run["seed"]) for run in result["runs"]]
+    assert len(made) == len(set(made)) and set(made) == module.wanted(settings)
+    assert module.summary(result["runs"]) == result["summary"]
+    for run in result["runs"]:
+        assert run["versions"]["jax"] and len(run["reward"]) == len(run["realized_kl"]) > 0
 
 
 def test_logra_time_quick(script, unoptimized, tmp_path, capsys):
