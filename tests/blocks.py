@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from hilore_jax import codecs
 
 D, F = 8, 12
+# Relative distance of equal functions compiled differently, in float64: some 1e-15 of rounding.
+ROUNDING = 1e-12
 
 
 def params(seed=0, d=D, f=F):
@@ -67,6 +70,11 @@ def temp_bytes(compiled):
     memory = compiled.memory_analysis()
     assert memory is not None
     return memory.temp_size_in_bytes
+
+
+def wide(tree):
+    """`tree` in float64, where the fixture `float64` is on."""
+    return jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), tree)
 
 
 def relative(tree, reference):

@@ -94,6 +94,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+@pytest.fixture
+def float64():
+    """Arrays are float64 in the test: two programs of one function agree to `blocks.ROUNDING`.
+
+    In float32 they differ by what each fuses, which is another thing on another processor, and
+    in a deep block by more than a fault may be allowed to.
+    """
+    import jax
+
+    with jax.enable_x64(True):
+        yield
+
+
 @pytest.fixture(scope="session")
 def h200():
     """Sharding on an H200 that is not there, for a `ShapeDtypeStruct` to compile with."""

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import hilore_jax as hl
-from blocks import inputs, mlp, params, relative, temp_bytes
+from blocks import ROUNDING, inputs, mlp, params, relative, temp_bytes, wide
 from hilore_jax import tracing
 from hilore_jax.gated_scan import exact_part
 
@@ -50,28 +50,32 @@ def spelled(policies, flags):
 
 
 @pytest.mark.parametrize("policies", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.usefixtures("float64")
 def test_flags_spell_static_plans(policies):
+    stack = wide(STACK)
     x, traces = inputs(), by_flags._cache_size()
-    exact, found = by_plan(STACK, x, (GC,) * N)[1], []
+    exact, found = by_plan(stack, x, (GC,) * N)[1], []
     for flags in ([0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [1, 0, 0, 1, 0]):
-        y, grads = by_flags(STACK, x, jnp.array(flags, jnp.float32), policies)
-        want_y, want = by_plan(STACK, x, spelled(policies, flags))
-        np.testing.assert_array_equal(y, want_y)
-        assert relative(grads, want) < 1e-6
+        y, grads = by_flags(stack, x, jnp.array(flags, jnp.float32), policies)
+        want_y, want = by_plan(stack, x, spelled(policies, flags))
+        assert relative(y, want_y) < ROUNDING
+        assert relative(grads, want) < ROUNDING
         found.append(relative(grads, exact))
-    assert found[0] < 1e-6  # recompute
+    assert found[0] < ROUNDING  # recompute
     assert 1e-4 < found[2] < found[1] < 0.2  # the flags really change what backward reads
     assert by_flags._cache_size() == traces + 1
 
 
+@pytest.mark.usefixtures("float64")
 def test_only_a_positive_number_decodes():
-    x, exact = inputs(), by_plan(STACK, inputs(), (GC,) * N)[1]
+    stack = wide(STACK)
+    x, exact = inputs(), by_plan(stack, inputs(), (GC,) * N)[1]
     flags = jnp.array([np.nan, -1.0, 0.0, -np.inf, -0.0])
-    assert relative(by_flags(STACK, x, flags, LAYOUTS["one"])[1], exact) < 1e-6
+    assert relative(by_flags(stack, x, flags, LAYOUTS["one"])[1], exact) < ROUNDING
     # Without any cotangent of the token nothing decodes, and no branch is compiled.
     loss = lambda s: jnp.sum(jnp.sin(hl.gated_blocks(mlp, s, x, [INT8] * N, jnp.zeros(N))[0]))  # noqa: E731
-    assert relative(jax.grad(loss)(STACK), exact[0]) < 1e-6
-    jaxpr = jax.make_jaxpr(jax.grad(loss))(STACK).jaxpr
+    assert relative(jax.grad(loss)(stack), exact[0]) < ROUNDING
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(stack).jaxpr
     assert "cond" not in {e.primitive.name for e in tracing.primitives(jaxpr)}
 
 
@@ -83,13 +87,16 @@ def test_the_token_is_an_identity():
     np.testing.assert_array_equal(pull(token)[0], token)
 
 
+@pytest.mark.usefixtures("float64")
 def test_aux_shared_trees_and_integers():
+    stack = wide(STACK)
+
     def block(p, carry, scale):
         y = mlp(p, carry["h"]) * scale["by"]
         return {"h": y, "n": carry["n"] + 1}, {"mean": y.mean(), "count": carry["n"]}
 
     x = {"h": inputs(), "n": jnp.array(0)}
-    captured = jnp.float32(0.5)
+    captured = jnp.array(0.5)
 
     def run(scan, stack, h, by):
         outer = lambda p, c, s: block(p, c, {"by": s["by"] * captured * 2})  # noqa: E731
@@ -110,37 +117,39 @@ def test_aux_shared_trees_and_integers():
         (h, mean, _), pull, counted = jax.vjp(both, *args, has_aux=True)
         return counted, pull((jnp.cos(h), 2 * mean, flags))
 
-    args = STACK, x["h"], jnp.float32(0.7)
+    args = stack, x["h"], jnp.array(0.7)
     for flag in (0.0, 1.0):
         policies = LAYOUTS["several"] if flag else (GC,) * N
         plan = lambda b, s, x, shared: hl.scan_blocks(b, s, x, policies, shared)  # noqa: B023, E731
         want = jax.grad(functools.partial(loss, plan), (0, 1, 2))(*args)
         (count, counts), found = jax.jit(gated)(jnp.full(N, flag), *args)
         assert int(count) == 5 and counts.tolist() == [0, 1, 2, 3, 4]
-        assert relative(found, want) < 1e-5
+        assert relative(found, want) < ROUNDING
 
 
+@pytest.mark.usefixtures("float64")
 def test_stacks_by_segment_and_frozen_weights():
+    stack = wide(STACK)
     x, flags = inputs(), jnp.array([1.0, 0, 1, 1, 0])
-    cut = lambda i, j: jax.tree.map(lambda a: a[i:j], STACK)  # noqa: E731
+    cut = lambda i, j: jax.tree.map(lambda a: a[i:j], stack)  # noqa: E731
     policies = LAYOUTS["several"]
     _, (grads, _) = by_flags((cut(0, 1), cut(1, 3), cut(3, 4), cut(4, 5)), x, flags, policies)
     joined = jax.tree.map(lambda *a: jnp.concatenate(a), *grads)
-    assert relative(joined, by_flags(STACK, x, flags, policies)[1][0]) < 1e-6
+    assert relative(joined, by_flags(stack, x, flags, policies)[1][0]) < ROUNDING
 
     def only_gate(gate, flags):
-        run = lambda g: hl.gated_blocks(mlp, {**STACK, "gate": g}, x, policies, jnp.zeros(N))  # noqa: E731
+        run = lambda g: hl.gated_blocks(mlp, {**stack, "gate": g}, x, policies, jnp.zeros(N))  # noqa: E731
         (y, _), pull = jax.vjp(run, gate)
         return pull((jnp.cos(y), flags))[0]
 
-    want = by_flags(STACK, x, flags, policies)[1][0]["gate"]
-    assert relative(jax.jit(only_gate)(STACK["gate"], flags), want) < 1e-6
+    want = by_flags(stack, x, flags, policies)[1][0]["gate"]
+    assert relative(jax.jit(only_gate)(stack["gate"], flags), want) < ROUNDING
     # The gradients of frozen weights are not computed, in neither way.
     matmuls = lambda f, *a: sum(  # noqa: E731
         e.primitive.name == "dot_general" for e in tracing.primitives(jax.make_jaxpr(f)(*a).jaxpr)
     )
     all_of = lambda s, f: by_flags.__wrapped__(s, x, f, policies)[1]  # noqa: E731
-    assert matmuls(only_gate, STACK["gate"], flags) < matmuls(all_of, STACK, flags)
+    assert matmuls(only_gate, stack["gate"], flags) < matmuls(all_of, stack, flags)
 
 
 def test_what_backward_never_reads_is_not_kept():
@@ -186,13 +195,15 @@ def sharded(x, spec):
 
 
 @pytest.mark.newest
+@pytest.mark.usefixtures("float64")
 def test_rows_on_two_devices_take_one_flag_or_their_own():
+    stack = wide(STACK)
     x, policies = inputs(shape=(4, 5, 8)), LAYOUTS["apart"]
     flags = jnp.array([[1.0, 0, 0, 0, 1], [0, 0, 1, 0, 1]])
-    whole = by_flags(STACK, x, flags[0], policies)[1]
-    found = by_flags(STACK, sharded(x, P("data")), sharded(flags[0], P()), policies)[1]
+    whole = by_flags(stack, x, flags[0], policies)[1]
+    found = by_flags(stack, sharded(x, P("data")), sharded(flags[0], P()), policies)[1]
     assert not found[1].sharding.is_fully_replicated
-    assert relative(jax.device_get(found), jax.device_get(whole)) < 1e-6
+    assert relative(jax.device_get(found), jax.device_get(whole)) < ROUNDING
 
     def on_each(stack, x, flags):
         token = jax.lax.pcast(jnp.zeros(N), "data", to="varying")
@@ -203,24 +214,27 @@ def test_rows_on_two_devices_take_one_flag_or_their_own():
     specs = P(), P("data"), P("data")
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     mapped = jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=specs[:2])
-    grads, d_x = compiled(mapped)(STACK, x, flags)
-    halves = [by_flags(STACK, x[2 * i : 2 * i + 2], flags[i], policies)[1] for i in range(2)]
+    grads, d_x = compiled(mapped)(stack, x, flags)
+    halves = [by_flags(stack, x[2 * i : 2 * i + 2], flags[i], policies)[1] for i in range(2)]
     want = jax.tree.map(jnp.add, halves[0][0], halves[1][0])
-    assert relative(grads, want) < 1e-6
-    assert relative(d_x, jnp.concatenate([half[1] for half in halves])) < 1e-6
+    assert relative(grads, want) < ROUNDING
+    assert relative(d_x, jnp.concatenate([half[1] for half in halves])) < ROUNDING
     assert relative(grads, whole[0]) > 1e-4  # with one flag for both
 
 
+@pytest.mark.usefixtures("float64")
 def test_inside_scan_disabled_and_forward_mode():
+    stack = wide(STACK)
+
     def loss(s, flags):
         return by_flags.__wrapped__(s, inputs(), flags, LAYOUTS["one"])[1]
 
     rows = jnp.array([[0.0] * N, [1.0] * N])
-    stacked = jax.lax.scan(lambda c, f: (c, loss(STACK, f)), 0, rows)[1]
+    stacked = jax.lax.scan(lambda c, f: (c, loss(stack, f)), 0, rows)[1]
     for i in range(2):
         one = jax.tree.map(lambda a: a[i], stacked)  # noqa: B023
-        assert relative(one, by_flags(STACK, inputs(), rows[i], LAYOUTS["one"])[1]) < 1e-6
-    run = lambda x: hl.gated_blocks(mlp, STACK, x, LAYOUTS["one"], jnp.zeros(N))[0]  # noqa: E731
+        assert relative(one, by_flags(stack, inputs(), rows[i], LAYOUTS["one"])[1]) < ROUNDING
+    run = lambda x: hl.gated_blocks(mlp, stack, x, LAYOUTS["one"], jnp.zeros(N))[0]  # noqa: E731
     with hl.disabled():
         jax.jvp(run, (inputs(),), (inputs(),))
     with pytest.raises(TypeError, match="forward-mode") as error:
@@ -247,10 +261,12 @@ def test_bad_input():
 
 
 @pytest.mark.newest
+@pytest.mark.usefixtures("float64")
 def test_offloaded_names_come_back_in_both_ways():
+    stack = wide(STACK)
     policy = hl.Policy({"gate": hl.Compress("int8"), "up": hl.Offload()})
     for flag in (0.0, 1.0):
         policies = (policy,) * N
-        _, found = by_flags(STACK, inputs(), jnp.full(N, flag), policies)
-        _, want = by_plan(STACK, inputs(), spelled(policies, [flag] * N))
-        assert relative(found, want) < 1e-6
+        _, found = by_flags(stack, inputs(), jnp.full(N, flag), policies)
+        _, want = by_plan(stack, inputs(), spelled(policies, [flag] * N))
+        assert relative(found, want) < ROUNDING

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hilore_jax as hl
-from blocks import D, inputs, mlp, params, relative, temp_bytes
+from blocks import ROUNDING, D, inputs, mlp, params, relative, temp_bytes, wide
 from hilore_jax import tracing
 from hilore_jax.segments import segments
 from hilore_jax.work import live_work
@@ -52,64 +52,71 @@ def scans(fn, *args):
         ([STORE, GC, STORE, INT8, NONE], 5),
     ],
 )
+@pytest.mark.usefixtures("float64")
 def test_equals_a_loop_in_one_scan_a_segment(policies, count):
     x = inputs()
-    assert scans(lambda s: scan_loss(s, x, policies), STACK) == count
-    got = jax.grad(scan_loss, (0, 1))(STACK, x, policies)
-    want = jax.grad(loop_loss, (0, 1))(STACK, x, policies)
-    assert relative(got, want) < 1e-6
-    exact = jax.grad(loop_loss, (0, 1))(STACK, x, [NONE] * 5)
+    stack = wide(STACK)
+    assert scans(lambda s: scan_loss(s, x, policies), stack) == count
+    got = jax.grad(scan_loss, (0, 1))(stack, x, policies)
+    want = jax.grad(loop_loss, (0, 1))(stack, x, policies)
+    assert relative(got, want) < ROUNDING
+    exact = jax.grad(loop_loss, (0, 1))(stack, x, [NONE] * 5)
     if INT8 in policies:
         assert 1e-4 < relative(got, exact) < 0.02
     else:
-        assert relative(got, exact) < 1e-6
+        assert relative(got, exact) < ROUNDING
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize("lengths", [(5,), (2, 3), (1, 1, 3), (1, 1, 1, 1, 1)])
+@pytest.mark.usefixtures("float64")
 def test_stacks_by_segment_are_neither_cut_nor_joined(lengths):
     x = inputs()
     policies = [INT8] * lengths[0] + [GC] * (5 - lengths[0])
-    stacks = cut(STACK, lengths)
+    stack = wide(STACK)
+    stacks = cut(stack, lengths)
     jaxpr = jax.make_jaxpr(lambda s: scan_loss(s, x, policies))(stacks).jaxpr
     assert {e.primitive.name for e in jaxpr.eqns} == {"scan", "sin", "reduce_sum"}
     assert scans(lambda s: scan_loss(s, x, policies), stacks) == len(lengths)
     got = jax.grad(scan_loss, 1)(stacks, x, policies)
-    assert relative(got, jax.grad(scan_loss, 1)(STACK, x, policies)) < 1e-6
+    assert relative(got, jax.grad(scan_loss, 1)(stack, x, policies)) < ROUNDING
 
 
+@pytest.mark.usefixtures("float64")
 def test_a_stack_that_spans_policies_is_cut_and_still_right():
-    x = inputs()
+    x, stack = inputs(), wide(STACK)
     policies = [GC, INT8, INT8, STORE, STORE]
-    got = jax.grad(scan_loss, 1)(cut(STACK, (2, 3)), x, policies)
-    assert relative(got, jax.grad(loop_loss, 1)(STACK, x, policies)) < 1e-6
+    got = jax.grad(scan_loss, 1)(cut(stack, (2, 3)), x, policies)
+    assert relative(got, jax.grad(loop_loss, 1)(stack, x, policies)) < ROUNDING
 
 
+@pytest.mark.usefixtures("float64")
 def test_aux_is_stacked_over_blocks_and_x_may_be_any_pytree():
     def block(p, carry, scale):
         y = mlp(p, carry["h"]) * scale
         return {"h": y, "n": carry["n"] + 1}, {"mean": y.mean(), "shape": (y[0],)}
 
-    x = {"h": inputs(), "n": jnp.array(0)}
+    x, stack = {"h": inputs(), "n": jnp.array(0)}, wide(STACK)
     policies = [GC, GC, INT8, INT8, NONE]
-    out, aux = hl.scan_blocks(block, STACK, x, policies, 0.5)
+    out, aux = hl.scan_blocks(block, stack, x, policies, 0.5)
     assert int(out["n"]) == 5 and aux["mean"].shape == (5,) and aux["shape"][0].shape == (5, 5, D)
     y, means = x["h"], []
-    for p in BLOCKS:
+    for p in wide(BLOCKS):
         y = mlp(p, y) * 0.5
         means.append(y.mean())
-    np.testing.assert_allclose(out["h"], y, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(aux["mean"], jnp.stack(means), rtol=1e-4, atol=1e-6)
+    assert relative(out["h"], y) < ROUNDING
+    assert relative(aux["mean"], jnp.stack(means)) < ROUNDING
 
 
+@pytest.mark.usefixtures("float64")
 def test_shared_arguments_are_differentiated():
     def block(p, x, scale):
         return mlp(p, x) * scale
 
-    x = inputs()
-    f = lambda s, policies: hl.scan_blocks(block, STACK, x, policies, s).sum()  # noqa: E731
+    x, stack = inputs(), wide(STACK)
+    f = lambda s, policies: hl.scan_blocks(block, stack, x, policies, s).sum()  # noqa: E731
     want = jax.grad(f)(0.7, [NONE] * 5)
-    np.testing.assert_allclose(jax.grad(f)(0.7, [GC, GC, STORE, STORE, STORE]), want, rtol=1e-5)
+    assert relative(jax.grad(f)(0.7, [GC, GC, STORE, STORE, STORE]), want) < ROUNDING
     assert abs(jax.grad(f)(0.7, [INT8] * 5) / want - 1) < 0.02
 
 
@@ -128,12 +135,13 @@ def test_scanned_residuals_are_encoded_and_recomputation_disappears():
     assert (5, 3, 5, 12) not in full
 
 
+@pytest.mark.usefixtures("float64")
 def test_disabled_scans_the_plain_block():
-    x = inputs()
+    x, stack = inputs(), wide(STACK)
     with hl.disabled():
-        _, tangent = jax.jvp(lambda x: scan_loss(STACK, x, [INT8, GC, GC, GC, GC]), (x,), (x,))
-    want = jax.jvp(lambda x: loop_loss(STACK, x, [NONE] * 5), (x,), (x,))[1]
-    np.testing.assert_allclose(tangent, want, rtol=1e-4, atol=1e-4)
+        _, tangent = jax.jvp(lambda x: scan_loss(stack, x, [INT8, GC, GC, GC, GC]), (x,), (x,))
+    want = jax.jvp(lambda x: loop_loss(stack, x, [NONE] * 5), (x,), (x,))[1]
+    assert relative(tangent, want) < ROUNDING
 
 
 def _temp(stack, x, policies, argnums):
