@@ -114,7 +114,7 @@ def ways(rank: int) -> tuple[Way, ...]:
 
     def logra(name: str, holds: str, policy: hl.Policy, **other: Any) -> Way:
         def config(shape: DecoderConfig) -> DecoderConfig:
-            return sketched_config(shape, Sketches(rank=rank))
+            return sketched_config(shape, Sketches(rank=rank, dtype=shape.dtype))
 
         def update(shape: DecoderConfig) -> Any:
             return make_logra_update(config(shape), (shape.n_layers,), settings, beta=0.0)
@@ -177,7 +177,11 @@ def measure(name: str, devices: int, way: Way, rank: int) -> dict[str, Any]:
         batch = jax.tree.map(lambda leaf: put(leaf, batch_sharding(mesh)), batch)
     update = functools.partial(way.update(shape), policies)
     block, arguments = block_and_arguments(
-        sketched_config(shape, Sketches(rank=rank)) if "LoGRA" in way.name else shape, 1, SEQ
+        sketched_config(shape, Sketches(rank=rank, dtype=shape.dtype))
+        if "LoGRA" in way.name
+        else shape,
+        1,
+        SEQ,
     )
     recomputed = hl.explain(way.policy, block, *arguments, argnums=(0, 1)).recomputed.matmuls
     memory = compiled_memory(update, state, batch, target=target, donate=(0,))

@@ -95,7 +95,7 @@ def linears(gradient: Any, names: tuple[str, ...]) -> dict[str, jax.Array]:
 def measures(settings: Settings, decoder: Decoder, encoded: list[list[int]]) -> dict[str, Callable]:
     """For each way the function from a policy to its errors, one a microbatch."""
     plain, key = decoder.config, jax.random.key(0)
-    shape = sketched_config(plain, Sketches(rank=settings.rank))
+    shape = sketched_config(plain, Sketches(rank=settings.rank, dtype=plain.dtype))
     segments = decoder.segment_lengths
     names = tuple(stack.name for stack in sketched_stacks(shape, segments))
     graphdef, dense = init_state(decoder, optax.identity(), key)
@@ -168,7 +168,9 @@ def main(settings: Settings) -> int:
     if settings.quick:
         settings = dataclasses.replace(settings, rank=8, microbatches=1)
     found, rows = measures(settings, decoder, encoded), []
-    shape = sketched_config(decoder.config, Sketches(rank=settings.rank))
+    shape = sketched_config(
+        decoder.config, Sketches(rank=settings.rank, dtype=decoder.config.dtype)
+    )
     for label, compressed in tqdm(policies(settings).items(), unit="policy", disable=None):
         errors = {way: measure(actions(way, compressed)) for way, measure in found.items()}
         rows.append(

@@ -95,7 +95,7 @@ def random_batch(config: Config, vocabulary: int) -> Batch:
 def times(config: Config) -> tuple[list[dict[str, Any]], Any]:
     """The updates' rows, and what LoGRA's factors and state were."""
     plain = shape_of(config)
-    shape = sketched_config(plain, Sketches(rank=config.rank))
+    shape = sketched_config(plain, Sketches(rank=config.rank, dtype=plain.dtype))
     segments, gc = (plain.n_layers,), (hl.Policy({}),) * plain.n_layers
     adamw, key = optax.adamw(1e-6), jax.random.key(0)
     model = Decoder(plain, rngs=nnx.Rngs(0))
@@ -171,7 +171,7 @@ def packet(config: Config, shape: DecoderConfig, factors: Any, held: Any) -> dic
 
 def sizes(name: str, rank: int) -> dict[str, Any]:
     """A packet's bytes against the bfloat16 weights that it moves, from shapes alone."""
-    config = sketched_config(family(name), Sketches(rank=rank))
+    config = sketched_config(family(name), Sketches(rank=rank, dtype=family(name).dtype))
     kernels = {
         layer: jax.ShapeDtypeStruct(stack.shape, jnp.bfloat16)
         for stack in sketched_stacks(config, (config.n_layers,))

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 from jaxtyping import Array, Float, Integer
 
 from hilore_jax.logra.sketch import sketched_dense
@@ -60,8 +61,9 @@ class SketchedLinear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows d_in"]) -> Float[Array, "*rows d_out"]:
         """Applies the map to the last axis of x."""
-        dtype = self.dtype or jnp.result_type(x, self.kernel[...])
-        a = self.sketches.projection(self.key[...], x.shape[-1]).astype(dtype)
+        held = [p[...] for p in (self.kernel, self.bias) if p is not None]
+        dtype = self.dtype or jnp.result_type(x, *held)
+        a = self.sketches.projection_in(dtype, self.key[...], x.shape[-1])
         y = sketched_dense(x.astype(dtype), self.kernel[...].astype(dtype), self.slot[...], a)
         return y if self.bias is None else y + self.bias[...].astype(dtype)
 
@@ -90,8 +92,10 @@ def sketch_linears(
 
     Raises:
         ValueError: a pattern matches no `nnx.Linear` (lists their paths), or one that it matches
-            has a side of no more than the rank, a precision or `dot_general` of its own, or more
-            than one place.
+            is of a subclass, is a stack of maps, has a side of no more than the rank, an option
+            that a sketched map cannot keep (precision, `dot_general`, `promote_dtype`,
+            `preferred_element_type`, or a dtype to which A would be rounded), or more than one
+            place.
 
     Example:
         >>> mlp = nnx.Sequential(*(nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(2)))
@@ -115,7 +119,7 @@ def sketch_linears(
     for name, (path, linear) in found.items():
         if not any(re.search(p, name) for p in patterns):
             continue
-        _check_linear(name, linear, sketches.rank)
+        _check_linear(name or "the module", linear, sketches)
         sketched = SketchedLinear(linear, sketches, name or "linear", update)
         if not path:
             return sketched
@@ -139,15 +143,38 @@ def _put(module: Any, path: tuple, value: Any) -> None:
         setattr(owner, path[-1], value)
 
 
-def _check_linear(name: str, linear: nnx.Linear, rank: int) -> None:
-    sides = linear.in_features, linear.out_features
+def _check_linear(name: str, linear: nnx.Linear, sketches: Sketches) -> None:
+    rank, sides = sketches.rank, linear.kernel.shape
+    if type(linear) is not nnx.Linear:
+        raise ValueError(
+            f"sketch_linears: {name} is a {type(linear).__name__}, and only a plain nnx.Linear "
+            "computes what a sketched map does; leave it out of the patterns"
+        )
+    if len(sides) != 2:
+        raise ValueError(
+            f"sketch_linears: the kernel of {name} has shape {sides}, a stack of linear maps; "
+            "expected [in, out]: make the sketched module of one map inside the function that is "
+            "mapped or scanned over the stack, or leave it out of the patterns"
+        )
     if rank >= min(sides):
         raise ValueError(
             f"sketch_linears: {name} is {sides[0]} x {sides[1]}, and a sketch of rank {rank} no "
             "smaller than its gradient; choose a smaller rank, or leave it out of the patterns"
         )
-    if linear.precision is not None or linear.dot_general is not jax.lax.dot_general:
+    own = [option for option, plain in _PLAIN.items() if getattr(linear, option) is not plain]
+    if own:
         raise ValueError(
-            f"sketch_linears: {name} has a precision or dot_general of its own, which a sketched "
-            "map cannot keep; leave it out of the patterns"
+            f"sketch_linears: {name} has a {' and '.join(own)} of its own, which a sketched map "
+            "cannot keep; leave it out of the patterns"
         )
+    if linear.dtype is not None:
+        sketches.check_compute(linear.dtype)
+
+
+# Options of `nnx.Linear` and their defaults: what a sketched map does.
+_PLAIN = {
+    "precision": None,
+    "dot_general": jax.lax.dot_general,
+    "promote_dtype": dtypes.promote_dtype,
+    "preferred_element_type": None,
+}

@@ -5,18 +5,18 @@ is sketched on arrival, and the step that follows is LoGRA's, of a size relative
 """
 
 import logging
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from hilore_jax.logra.projection import Kind
-from hilore_jax.logra.scale_by_logra import leaf_name, scale_by_logra
+from hilore_jax.logra.scale_by_logra import check_number, leaf_name, scale_by_logra
 
 _LOG = logging.getLogger("hilore_jax")
 
@@ -28,14 +28,14 @@ matrix's own size, whose entries are about 1/30 in a transformer. So both move e
 
 
 def logra(
-    learning_rate: optax.ScalarOrSchedule,
+    learning_rate: optax.ScalarOrSchedule | np.number | np.ndarray,
     rank: int = 256,
     *,
     seed: int = 0,
     kind: Kind = "rademacher",
     b2: ArrayLike = 0.95,
     eps: ArrayLike = 1e-8,
-    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay: optax.ScalarOrSchedule | np.number | np.ndarray = 0.0,
     mask: Any = None,
     dense: optax.GradientTransformation | None = None,
     targets: str | Sequence[str] | None = None,
@@ -75,9 +75,9 @@ def logra(
         With `optax.inject_hyperparams`, pass `static_args=("rank", "seed", "axis")`.
 
     Raises:
-        ValueError: rank, seed, kind, b2, axis or the learning rate is out of its range; from
-            `init`, one of the targets matches no leaf.
-        TypeError: rank, seed or axis is not an int.
+        ValueError: rank, seed, kind, b2, eps, axis, the learning rate or the decay is out of its
+            range; from `init`, one of the targets matches no leaf.
+        TypeError: rank, seed or axis is not an int; another one is no number.
 
     Example:
         >>> import jax.numpy as jnp
@@ -90,10 +90,10 @@ def logra(
         >>> print(round(float(optax.tree.norm(updates["kernel"]) / optax.tree.norm(params)), 6))
         0.01
     """
-    if isinstance(learning_rate, int | float) and not 0 <= learning_rate < math.inf:
-        raise ValueError(
-            f"logra's learning_rate is {learning_rate}, expected a number from 0, or a schedule"
-        )
+    check_number("learning_rate", learning_rate, "a number from 0, or a schedule")
+    check_number("weight_decay", weight_decay, "a number from 0, or a schedule")
+    # Numbers of NumPy are taken as Python's, which optax's types ask for.
+    learning_rate, weight_decay = _plain(learning_rate), _plain(weight_decay)
     if dense is None:
         dense = optax.adamw(_dense_rate(learning_rate), weight_decay=weight_decay, mask=mask)
     sketched = optax.chain(
@@ -106,6 +106,7 @@ def logra(
 
     def init(params: optax.Params) -> optax.OptState:
         _say_what_is_narrow(params, rank, patterns)
+        _say_what_is_coarse(params, rank, patterns)
         return parts.init(params)
 
     return optax.GradientTransformationExtraArgs(init, parts.update)
@@ -139,7 +140,25 @@ def _say_what_is_narrow(params: Any, rank: int, targets: Sequence[str] | None) -
         if _is_matrix(leaf) and _is_target(path, targets) and rank >= min(leaf.shape[-2:])
     ]
     if narrow:
-        _LOG.info("logra: no side may be %d or less: %s are left dense", rank, ", ".join(narrow))
+        _LOG.warning("logra: no side may be %d or less: %s are left dense", rank, ", ".join(narrow))
+
+
+def _say_what_is_coarse(params: Any, rank: int, targets: Sequence[str] | None) -> None:
+    """Warns of sketched weights into which `optax.apply_updates` rounds small steps away."""
+    labels = jax.tree.leaves(_labels(rank, targets)(params))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    coarse = [
+        f"{leaf_name(path)} {leaf.dtype}"
+        for label, (path, leaf) in zip(labels, leaves, strict=True)
+        if label == "sketched" and jnp.finfo(leaf.dtype).bits < 32
+    ]
+    if coarse:
+        _LOG.warning(
+            "logra: %s: steps below half a unit in the last place of a weight vanish where they "
+            "are added, at the usual learning rates nearly all of them; keep weights that train in "
+            "float32, or merge with hilore_jax.logra.merge_factor, which rounds at random",
+            ", ".join(coarse),
+        )
 
 
 def _is_target(path: tuple, targets: Sequence[str] | None) -> bool:
@@ -148,6 +167,10 @@ def _is_target(path: tuple, targets: Sequence[str] | None) -> bool:
 
 def _is_matrix(leaf: Any) -> bool:
     return jnp.ndim(leaf) >= 2 and leaf.size > 0 and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _plain(value: optax.ScalarOrSchedule | np.number | np.ndarray) -> optax.ScalarOrSchedule:
+    return float(value) if isinstance(value, np.number | np.ndarray) else value
 
 
 def _dense_rate(learning_rate: optax.ScalarOrSchedule) -> Any:

@@ -50,9 +50,9 @@ def scale_by_logra(
         A transformation of trees whose leaves have at least two axes each.
 
     Raises:
-        ValueError: rank, seed, kind, b2 or axis is out of its range; from `init` and `update`,
-            leaves that are no matrices; from `update`, no parameters.
-        TypeError: rank, seed or axis is not an int.
+        ValueError: rank, seed, kind, b2, eps or axis is out of its range; from `init` and
+            `update`, leaves that are no matrices; from `update`, no parameters.
+        TypeError: rank, seed or axis is not an int; b2 or eps is no number.
 
     Example:
         >>> import jax.numpy as jnp
@@ -60,7 +60,9 @@ def scale_by_logra(
         >>> state.v[0].shape
         (7, 4)
     """
-    _check(rank, seed, kind, b2, axis)
+    _check(rank, seed, kind, axis)
+    check_number("b2", b2, "at least 0 and below 1", below=1.0)
+    check_number("eps", eps, "a number from 0")
 
     def init(params: optax.Params) -> ScaleByLograState:
         jax.tree_util.tree_map_with_path(_check_matrix, params)
@@ -188,9 +190,9 @@ def _check_matrix(path: tuple, leaf: Any) -> None:
         )
 
 
-def _check(rank: Any, seed: Any, kind: str, b2: Any, axis: Any) -> None:
+def _check(rank: Any, seed: Any, kind: str, axis: Any) -> None:
     for name, value in {"rank": rank, "seed": seed, "axis": axis}.items():
-        if not isinstance(value, int | np.integer):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(
                 f"logra's {name} is {value!r}, expected an int that is known when the program is "
                 'built: inject_hyperparams(logra, static_args=("rank", "seed", "axis"))'
@@ -203,5 +205,31 @@ def _check(rank: Any, seed: Any, kind: str, b2: Any, axis: Any) -> None:
         raise ValueError(f"logra's kind is {kind!r}, expected {' or '.join(KINDS)}")
     if axis not in (-2, -1):
         raise ValueError(f"logra's axis is {axis}, expected -2 for [in, out] or -1 for [out, in]")
-    if isinstance(b2, int | float) and not 0 <= b2 < 1:
-        raise ValueError(f"logra's b2 is {b2}, expected at least 0 and below 1")
+
+
+def check_number(name: str, value: Any, expected: str, *, below: float = math.inf) -> None:
+    """Refuses a setting that is no number, or one out of its range; schedules and arrays pass.
+
+    Args:
+        name: of the setting.
+        value: a Python or NumPy number, a schedule, or an array, which may be traced.
+        expected: the range in words.
+        below: what it must be below; it must also be at least 0.
+
+    Raises:
+        ValueError: out of range.
+        TypeError: no number, schedule or array.
+
+    Example:
+        >>> check_number("eps", -1.0, "a number from 0")
+        Traceback (most recent call last):
+        ...
+        ValueError: logra's eps is -1.0, expected a number from 0
+    """
+    if callable(value) or isinstance(value, jax.Array):
+        return
+    number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    if not number and not (isinstance(value, np.ndarray) and value.shape == ()):
+        raise TypeError(f"logra's {name} is {value!r}, expected {expected}")
+    if not 0 <= value < below:
+        raise ValueError(f"logra's {name} is {value}, expected {expected}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, UInt32
 
 from hilore_jax.logra.projection import KINDS, Kind, layer_key, projection, update_key
@@ -55,6 +56,33 @@ class Sketches:
     def projection(self, key: UInt32[Array, "2"], width: int) -> Float[Array, "rank width"]:
         """A, `[rank, width]`, of a layer with that many inputs."""
         return projection(key, self.rank, width, self.kind, jnp.dtype(self.dtype))
+
+    def projection_in(
+        self, dtype: DTypeLike, key: UInt32[Array, "2"], width: int
+    ) -> Float[Array, "rank width"]:
+        """A in the dtype that a layer computes in, the same numbers as those of the merge.
+
+        Raises:
+            ValueError: they would be rounded once more.
+        """
+        self.check_compute(dtype)
+        return self.projection(key, width).astype(dtype)
+
+    def check_compute(self, dtype: DTypeLike) -> None:
+        """Refuses a compute dtype that does not hold A's entries.
+
+        Raises:
+            ValueError: the sketch would be by another A than the merge.
+
+        Example:
+            >>> Sketches(dtype="bfloat16").check_compute("float32")
+        """
+        if jnp.promote_types(self.dtype, dtype) != jnp.dtype(dtype):
+            raise ValueError(
+                f"sketches of dtype {self.dtype} in a layer that computes in {jnp.dtype(dtype)}: A "
+                "would be rounded for the sketch and not for the merge; give Sketches(dtype="
+                f"{jnp.dtype(dtype).name!r}), or compute in {self.dtype}"
+            )
 
     def projections(self, keys: UInt32[Array, "n 2"], width: int) -> Float[Array, "n rank width"]:
         """The projections of layers with equal shapes, one a key."""

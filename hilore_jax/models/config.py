@@ -145,8 +145,9 @@ class DecoderConfig:
         attention: "auto", "xla" or "cudnn"; "auto" is cuDNN where the default device can run it.
 
     Raises:
-        ValueError: a size is not positive, heads do not divide, a dtype is unknown, or every
-            sketched map has a side of no more than the sketches' rank.
+        ValueError: a size is not positive, heads do not divide, a dtype is unknown, every
+            sketched map has a side of no more than the sketches' rank, or their dtype is wider
+            than the compute dtype.
 
     Example:
         >>> config = DecoderConfig(
@@ -204,6 +205,7 @@ class DecoderConfig:
                 f"{found.sketches} beside LoRA adapters of rank {self.lora.rank}: the base weights "
                 "of adapters are frozen; leave one of the two out"
             )
+        found.sketches.check_compute(self.dtype)
         if not self.sketched_linears:
             shapes = {name: self.linear_shape(name) for name in found.targets}
             raise ValueError(

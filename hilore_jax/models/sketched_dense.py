@@ -56,7 +56,7 @@ class SketchedDense(Dense):
 
     def __call__(self, x: Float[Array, "*rows d_in"]) -> Float[Array, "*rows d_out"]:
         """Applies the map to the last axis of x, in the dtype of x."""
-        a = self.sketches.projection(self.key[...], x.shape[-1]).astype(x.dtype)
+        a = self.sketches.projection_in(x.dtype, self.key[...], x.shape[-1])
         y = sketched_dense(x, self.weight(x.dtype), by_outputs(self.slot[...]), a)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 

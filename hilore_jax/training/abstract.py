@@ -26,7 +26,7 @@ from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.logra_config import settings_of
 from hilore_jax.training.logra_state import LograSettings, init_logra_state
 from hilore_jax.training.logra_update import make_logra_update
-from hilore_jax.training.situation import check_situation, model_facts, update_facts
+from hilore_jax.training.situation import check_situation, dense_facts, model_facts, update_facts
 from hilore_jax.training.step import TrainState, init_state, make_actor_update
 
 HEADS: dict[str, Callable[..., jax.Array]] = {"chunked": token_logprobs, "whole": whole_logprobs}
@@ -104,7 +104,8 @@ class AbstractUpdate:
     def facts(self) -> dict[str, str]:
         """What it is, in words, for the fingerprint of a plan or a calibration."""
         sizes = {"rows": self.rows, "seq": self.seq, "completion": self.completion}
-        return update_facts(self.config, micro=self.micro, beta=self.beta, **sizes)
+        others = {"micro": self.micro, "beta": self.beta, "dense": self.dense}
+        return update_facts(self.config, **sizes, **others)
 
     @property
     def _trainable(self) -> Any:
@@ -211,6 +212,7 @@ def check_plan(made: Plan, update: AbstractUpdate) -> None:
     planned = "gpu" if made.target.startswith("cuda") else made.target.split(":")[0]
     if planned != jax.default_backend():
         found = {"blocks": str(blocks.count), **model_facts(update.config)}
+        found |= dense_facts(update.config, update.dense)
     else:
         args = update.arguments((Policy({}),) * blocks.count)
         facts = {"blocks": blocks.count, "argnums": blocks.argnums}

@@ -38,6 +38,7 @@ from hilore_jax.training.gradients import add_gradients, make_micro_gradients, z
 from hilore_jax.training.load import load_file
 from hilore_jax.training.parts import Parts, load_parts
 from hilore_jax.training.rollouts import Measured, real_updates
+from hilore_jax.training.situation import SKETCH_RANK
 from hilore_jax.training.step import TrainState, init_state
 from hilore_jax.training.update_memory import compiled_update, device_peak
 
@@ -80,6 +81,12 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan,
     kind = kind_among(config.plan, ("plan", "ladder"))
     made: Plan | Ladder = load_file(config.plan, kind, "--plan")
     plans = made.plans[:-1] if isinstance(made, Ladder) else (made,)
+    if plans[0].fingerprint.get(SKETCH_RANK, "0") != "0":
+        raise ValueError(
+            f"{config.plan} is for updates of LoGRA, whose gradients are sketches; hilore accept "
+            "compares whole gradients. Train with it as it is: hilore train --plan "
+            f"{config.plan}, and --measure-error-every for the error of its sketches"
+        )
     device = parse_target(plans[0].target)
     here = {"cuda": "gpu"}.get(device.platform, device.platform) == jax.default_backend()
     if config.measure and not here:

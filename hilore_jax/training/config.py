@@ -77,7 +77,9 @@ class TrainConfig:
     updates: int = 10
     """Actor updates of the whole run."""
     learning_rate: float = 1e-5
+    """AdamW's; with LoGRA that of `--dense adamw`."""
     weight_decay: float = 0.0
+    """AdamW's; with LoGRA that of `--dense adamw`, sketched weights do not decay."""
     lora_rank: ChosenRank = None
     """Rank of the LoRA adapters, by default 16; 0 trains every parameter. None with LoGRA."""
     lora_alpha: float = 32.0

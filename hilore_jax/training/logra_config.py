@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,9 @@ from hilore_jax.training.logra_state import LograSettings
 
 if TYPE_CHECKING:
     from hilore_jax.training.config import TrainConfig
-    from hilore_jax.training.plan_command import PlanConfig
+    from hilore_jax.training.plan_config import PlanConfig
+
+_LOG = logging.getLogger("hilore_jax")
 
 # Settings that only LoGRA reads; in no fingerprint of a run without it.
 NAMES = (
@@ -98,6 +102,26 @@ def run_shape(config: TrainConfig, shape: DecoderConfig) -> DecoderConfig:
     return sketched_config(shape, sketches_of(config), targets_of(config))
 
 
+def say_narrow(shape: DecoderConfig, dense: str) -> None:
+    """Warns of targets that have no sketch, being too narrow for the rank, and what they get.
+
+    Args:
+        shape: of the model; without sketches there is nothing to say.
+        dense: "frozen" or "adamw".
+    """
+    if shape.sketches is None:
+        return
+    narrow = [name for name in shape.sketches.targets if name not in shape.sketched_linears]
+    if narrow:
+        _LOG.warning(
+            "targets %s have a side of no more than rank %d and get no sketch: they are %s. Give "
+            "a lower --rank to have them sketched",
+            ", ".join(f"{name} {shape.linear_shape(name)}" for name in narrow),
+            shape.sketches.sketches.rank,
+            "trained by AdamW" if dense == "adamw" else "frozen",
+        )
+
+
 def dense_optimizer(
     config: TrainConfig, adamw: optax.GradientTransformation
 ) -> optax.GradientTransformation | None:
@@ -108,7 +132,10 @@ def dense_optimizer(
 def logra_faults(config: TrainConfig) -> list[str]:
     """Everything that is wrong with the settings of LoGRA, one sentence each."""
     if config.optimizer != "logra":
-        return _left_over(config)
+        given = left_over(config)
+        return [f"{', '.join(given)}: of LoGRA alone, add --optimizer logra or leave out"] * bool(
+            given
+        )
     found = []
     if config.lora_rank:
         found.append(
@@ -136,12 +163,39 @@ def logra_faults(config: TrainConfig) -> list[str]:
             f"optimizer logra with {' and '.join(others)}: its updates are one program under one "
             "policy or plan for all microbatches; leave it out, or take --optimizer adamw"
         )
-    if config.dense == "adamw" and config.weights == "bfloat16":
-        found.append(
-            "dense adamw with weights bfloat16: AdamW's small steps would be lost in bfloat16; "
-            "take float32 weights, or --dense frozen"
+    return found + _idle(config) + tiny_steps_fault(config) + _sync_faults(config)
+
+
+def tiny_steps_fault(config: TrainConfig | PlanConfig) -> list[str]:
+    """What is wrong with AdamW beside bfloat16 weights, in a sentence."""
+    if config.dense != "adamw" or config.weights != "bfloat16":
+        return []
+    return [
+        "dense adamw with weights bfloat16: AdamW's small steps would be lost in bfloat16; "
+        "take float32 weights, or --dense frozen"
+    ]
+
+
+def _idle(config: TrainConfig) -> list[str]:
+    """Settings that a LoGRA run as it is would not read."""
+    unread = {"lora_alpha": ("there are no adapters", "leave it out")}
+    if config.dense == "frozen":
+        why = "LoGRA's steps are sized by update_ratio and kl_budget, and no weight decays"
+        unread |= dict.fromkeys(
+            ("learning_rate", "weight_decay"),
+            (why, "leave it out, or add --dense adamw, whose parameters alone it is for"),
         )
-    return found + _sync_faults(config)
+    if not config.step_control:
+        unread |= dict.fromkeys(
+            ("kl_budget", "kl_updates"),
+            ("without step control there is no budget", "leave it or --no-step-control out"),
+        )
+    found = _changed(config, unread)
+    return [
+        f"{name} {getattr(config, name)} would do nothing with optimizer logra: "
+        f"{unread[name][0]}; {unread[name][1]}"
+        for name in found
+    ]
 
 
 def _sync_faults(config: TrainConfig) -> list[str]:
@@ -164,10 +218,12 @@ def _sync_faults(config: TrainConfig) -> list[str]:
     return []
 
 
-def _left_over(config: TrainConfig) -> list[str]:
-    """Settings of LoGRA that would do nothing."""
+def left_over(config: TrainConfig | PlanConfig) -> list[str]:
+    """Names of LoGRA's settings that are not as by default: they would do nothing without it."""
+    return _changed(config, NAMES)
+
+
+def _changed(config: TrainConfig | PlanConfig, names: Iterable[str]) -> list[str]:
+    """Those of the settings that are not as by default."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    given = [name for name in NAMES if getattr(config, name) != defaults[name]]
-    if not given:
-        return []
-    return [f"{', '.join(given)}: of LoGRA alone, add --optimizer logra or leave out"]
+    return [n for n in names if n in defaults and getattr(config, n) != defaults[n]]

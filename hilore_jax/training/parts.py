@@ -16,7 +16,7 @@ from hilore_jax.remat import remat
 from hilore_jax.training.abstract import check_plan, training_update
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.experience import TextTokenizer
-from hilore_jax.training.logra_config import run_shape
+from hilore_jax.training.logra_config import run_shape, say_narrow
 from hilore_jax.training.report import block_and_arguments
 from hilore_jax.training.strategy import loaded_plans, plans
 from hilore_jax.training.tasks import Task, check_args, parse_args, reasoning_gym_task
@@ -116,6 +116,7 @@ def check_model(config: TrainConfig, shape: DecoderConfig, also: Sequence[Policy
             f"{shape.max_seq}; shorten one of them"
         )
     shape = run_shape(config, shape)
+    say_narrow(shape, config.dense)
     for made in loaded_plans(config, shape):
         check_plan(made, training_update(shape, config))
     block, arguments = block_and_arguments(shape, config.micro_rows, total)

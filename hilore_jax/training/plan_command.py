@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optax
 
@@ -27,66 +27,10 @@ from hilore_jax.planning.solve import plan
 from hilore_jax.planning.target import parse_target
 from hilore_jax.training.abstract import AbstractUpdate
 from hilore_jax.training.batch_exposure import check_exposure_of, other_batch
-from hilore_jax.training.config import Rank
 from hilore_jax.training.load import load_file
-from hilore_jax.training.logra_config import targets_of
+from hilore_jax.training.logra_config import say_narrow, targets_of
+from hilore_jax.training.plan_config import PlanConfig, check_logra
 from hilore_jax.training.situation import MODEL, check_situation, model_facts, plan_settings
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanConfig:
-    """The policies that recompute least within a memory and a risk budget, for a target device."""
-
-    model: str = "qwen2.5-3b"
-    """A family by name, such as `qwen2.5-3b`, or a folder with a config.json."""
-    batch: str = "2x2048"
-    """Sequences x tokens of a microbatch."""
-    micro: int = 1
-    """Microbatches of an update."""
-    completion: int = 0
-    """Scored tokens of a sequence; 0 for all but the first, the most that can be."""
-    beta: float = 0.0
-    """Weight of the K3 term; 0 leaves the reference's log-probs out."""
-    lora_rank: Rank = 0
-    """Rank of LoRA adapters; 0 trains every parameter."""
-    optimizer: Literal["adamw", "logra"] = "adamw"
-    """Of the update: LoGRA keeps sketches of gradients and one number a row of each weight."""
-    rank: int = 256
-    """LoGRA: rank of the sketches."""
-    targets: str = "all"
-    """LoGRA: linear maps to sketch, such as `q_proj,down_proj`; all else is frozen."""
-    weights: Literal["float32", "bfloat16"] = "float32"
-    """LoGRA: storage of the weights."""
-    dtype: str = "bfloat16"
-    """Compute dtype, and storage dtype of frozen weights; weights that train are in float32."""
-    target: str = "device"
-    """`cpu`, `device`, `cuda:h200`, `cuda:h100-80x8`, `tpu:v5e`, ..., or a target file."""
-    memory: str = "1.10x-gc"
-    """Peak memory: `46GiB`, or `1.10x-gc` times the peak with every block recomputed."""
-    risk: float = 0.015
-    """Bound on the relative error of the update's gradient; 0 for no compression."""
-    baseline: str = "chunked"
-    """Logits of the update that `1.10x-gc` refers to: `chunked`, or `whole-logits`."""
-    offload: bool = False
-    """Also consider keeping activations in pinned host memory."""
-    cost: str = "modelled"
-    """Seconds of recomputation: `modelled` by a roofline, `measured` by updates that are timed on
-    this device with random weights, or the file of a plan that was measured."""
-    turns: int = 5
-    """Timed updates under each policy, for `--cost measured`."""
-    calibration: str = ""
-    """A calibration's JSON file: measured risks, block by block. Model, adapters, batch and dtype
-    are taken from it where they are not given."""
-    exposure: float | None = None
-    """Exposure of the microbatches to plan for; by default the calibration's median, which is that
-    of its own batch only."""
-    out: str = ""
-    """JSON file to write the plan to."""
-    plot: str = ""
-    """PNG, SVG or PDF file to draw the Pareto curve into."""
-    ladder: str = ""
-    """With a calibration, in place of one plan: JSON file to write a plan for every power of two
-    of its exposures to, for `hilore train --ladder`."""
 
 
 def run_plan(config: PlanConfig) -> Plan | Ladder:
@@ -97,6 +41,7 @@ def run_plan(config: PlanConfig) -> Plan | Ladder:
     """
     calibration = _checked(config)
     update = abstract_update(config)
+    say_narrow(update.config, config.dense)
     if calibration is not None:
         _check_calibration(calibration, update)
         if config.ladder:  # it is selected from by what exposures are
@@ -158,7 +103,7 @@ def _checked(config: PlanConfig) -> Calibration | None:
         raise ValueError(
             f"--lora-rank {config.lora_rank} and --beta {config.beta:g}: expected both >= 0"
         )
-    _check_logra(config)
+    check_logra(config)
     calibration: Calibration | None = None
     if config.calibration:
         calibration = load_file(config.calibration, "calibration", "--calibration")
@@ -175,19 +120,6 @@ def _checked(config: PlanConfig) -> Calibration | None:
             raise ValueError(f"--plot {config.plot}: expected a name ending in .png, .svg or .pdf")
         require("matplotlib", "plots", "--plot")
     return calibration
-
-
-def _check_logra(config: PlanConfig) -> None:
-    if config.optimizer != "logra":
-        return
-    if config.rank < 1:
-        raise ValueError(f"--rank {config.rank}: expected 1 or more")
-    if config.lora_rank:
-        raise ValueError(
-            f"--optimizer logra and --lora-rank {config.lora_rank}: LoGRA moves the weights that "
-            "adapters keep frozen; give one or the other"
-        )
-    targets_of(config)
 
 
 def _check_calibration(calibration: Calibration, update: AbstractUpdate) -> None:
@@ -276,6 +208,7 @@ def abstract_update(config: PlanConfig) -> AbstractUpdate:
         completion=completion,
         optimizer=optax.adamw(1e-6),
         beta=config.beta,
+        dense=config.dense == "adamw",
     )
 
 
@@ -287,7 +220,7 @@ def model_shape(config: PlanConfig, platform: str) -> DecoderConfig:
     stored = config.dtype if lora else "float32"
     fields = {"dtype": config.dtype, "param_dtype": stored, "lora": lora}
     if config.optimizer == "logra":
-        sketches = Sketches(rank=config.rank, dtype=config.dtype)
+        sketches = Sketches(rank=config.rank, kind=config.projection, dtype=config.dtype)
         fields["param_dtype"] = config.weights
         fields["sketches"] = SketchConfig(sketches, targets_of(config))
     shape = shape_of(config.model, **fields)

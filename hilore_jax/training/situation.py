@@ -11,6 +11,7 @@ from hilore_jax.planning.fingerprint import differences
 MODEL = "model"  # its name or folder, which is not compared: its shape is
 SHAPE = "model's shape"
 SKETCH_RANK, SKETCH_TARGETS = "LoGRA rank", "LoGRA targets"
+PROJECTION, WEIGHTS, DENSE = "LoGRA projection", "LoGRA weights", "parameters without sketches"
 RANK, ALPHA, DTYPE = "LoRA rank", "LoRA alpha", "dtype"
 ROWS, SEQ = "sequences of a microbatch", "tokens of a sequence"
 COMPLETION, MICRO, BETA = "scored tokens of a sequence", "microbatches of an update", "beta"
@@ -36,6 +37,8 @@ def model_facts(shape: DecoderConfig) -> dict[str, str]:
         sketched = {
             SKETCH_RANK: str(shape.sketches.sketches.rank),
             SKETCH_TARGETS: ",".join(shape.sketches.targets),
+            PROJECTION: shape.sketches.sketches.kind,
+            WEIGHTS: shape.param_dtype,
         }
     return {
         SHAPE: ", ".join(f"{name} {size}" for name, size in sizes.items()),
@@ -44,8 +47,20 @@ def model_facts(shape: DecoderConfig) -> dict[str, str]:
     }
 
 
+def dense_facts(shape: DecoderConfig, dense: bool) -> dict[str, str]:
+    """Whether a LoGRA update trains parameters without sketches; empty for other updates."""
+    return {} if shape.sketches is None else {DENSE: "adamw" if dense else "frozen"}
+
+
 def update_facts(
-    shape: DecoderConfig, *, micro: int, rows: int, seq: int, completion: int, beta: float
+    shape: DecoderConfig,
+    *,
+    micro: int,
+    rows: int,
+    seq: int,
+    completion: int,
+    beta: float,
+    dense: bool = False,
 ) -> dict[str, str]:
     """An actor update's facts; those of a file are compared with those of a run.
 
@@ -56,11 +71,13 @@ def update_facts(
         seq: tokens of a sequence.
         completion: its scored tokens.
         beta: weight of the reference term.
+        dense: with sketches, all other parameters train too.
     """
     found = {ROWS: rows, SEQ: seq, COMPLETION: completion, MICRO: micro, DTYPE: shape.dtype}
     alpha = {} if shape.lora is None else {ALPHA: f"{shape.lora.alpha:g}"}
     named = {name: str(value) for name, value in found.items()}
-    return {**model_facts(shape), **alpha, **named, BETA: f"{beta:g}"}
+    facts = {**model_facts(shape), **dense_facts(shape, dense), **alpha}
+    return {**facts, **named, BETA: f"{beta:g}"}
 
 
 def check_situation(
@@ -166,6 +183,8 @@ def _shared(facts: Mapping[str, str]) -> dict[str, Any]:
     if facts.get(SKETCH_RANK, "0") != "0":
         found |= {"optimizer": "logra", "rank": int(facts[SKETCH_RANK])}
         found["targets"] = facts.get(SKETCH_TARGETS, "all")
+        more = {"projection": PROJECTION, "weights": WEIGHTS, "dense": DENSE}
+        found |= {field: facts[name] for field, name in more.items() if name in facts}
     return found
 
 
@@ -191,6 +210,9 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     ALPHA: ("lora_alpha",),
     SKETCH_RANK: ("optimizer", "rank"),
     SKETCH_TARGETS: ("targets",),
+    PROJECTION: ("projection",),
+    WEIGHTS: ("weights",),
+    DENSE: ("dense",),
     DTYPE: ("dtype",),
     ROWS: ("batch", "micro_rows"),
     SEQ: ("batch", "prompt_length", "completion_length"),

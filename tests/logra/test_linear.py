@@ -1,5 +1,7 @@
 """Sketches of a user's own NNX module."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,10 +69,31 @@ def test_it_can_be_made_inside_a_jitted_update_and_refreshed():
 
 def test_a_linear_of_its_own_becomes_a_sketched_one():
     linear = nnx.Linear(5, 7, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
-    sketched = sketch_linears(linear, "", SKETCHES)
+    sketched = sketch_linears(linear, "", dataclasses.replace(SKETCHES, dtype="bfloat16"))
     assert sketched(X).dtype == jnp.bfloat16
     with hl.disabled():
         np.testing.assert_array_equal(sketched(X), linear(X))
+
+
+def test_the_projection_is_rounded_alike_for_the_sketch_and_for_the_merge():
+    sketched = sketch_linears(
+        nnx.Linear(5, 7, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16), "", SKETCHES
+    )
+    with pytest.raises(ValueError, match="float32 in a layer that computes in bfloat16"):
+        sketched(X.astype(jnp.bfloat16))
+    assert sketched(X).dtype == jnp.float32
+    key, narrow = SKETCHES.key("q", 0), Sketches(rank=3, dtype="bfloat16")
+    a = narrow.projection_in("float32", key, 5)
+    assert a.dtype == jnp.float32
+    np.testing.assert_array_equal(a, narrow.projection(key, 5).astype(jnp.float32))
+
+
+def as_they_are(values, **_):
+    return values
+
+
+def general(*args, **options):
+    return jax.lax.dot_general(*args, **options)
 
 
 def tied():
@@ -91,7 +114,45 @@ def tied():
             lambda: nnx.Linear(5, 7, rngs=nnx.Rngs(0), precision="highest"),
             "",
             2,
-            "precision or dot_general of its own",
+            "the module has a precision of its own",
+        ),
+        (
+            lambda: nnx.Linear(
+                5,
+                7,
+                rngs=nnx.Rngs(0),
+                promote_dtype=as_they_are,
+                preferred_element_type=jnp.float32,
+            ),
+            "",
+            2,
+            "has a promote_dtype and preferred_element_type of its own, .* leave it out",
+        ),
+        (
+            lambda: nnx.Linear(5, 7, rngs=nnx.Rngs(0), dot_general=general),
+            "",
+            2,
+            "has a dot_general of its own",
+        ),
+        (
+            lambda: nnx.Sequential(nnx.LoRALinear(5, 7, lora_rank=2, rngs=nnx.Rngs(0))),
+            "layers",
+            2,
+            r"layers\.0 is a LoRALinear, and only a plain nnx\.Linear .* leave it out",
+        ),
+        (
+            lambda: nnx.vmap(lambda key: nnx.Linear(5, 7, rngs=nnx.Rngs(key)))(
+                jax.random.split(jax.random.key(0), 3)
+            ),
+            "",
+            2,
+            r"kernel of the module has shape \(3, 5, 7\), a stack of linear maps; expected",
+        ),
+        (
+            lambda: nnx.Linear(5, 7, rngs=nnx.Rngs(0), dtype=jnp.bfloat16),
+            "",
+            2,
+            r"float32 in a layer that computes in bfloat16.*give Sketches\(dtype='bfloat16'\)",
         ),
     ],
 )

@@ -231,7 +231,7 @@ def test_what_is_too_narrow_is_said_once(caplog):
     with caplog.at_level(logging.INFO, logger="hilore_jax"):
         state = optimizer.init(tree())
         plain_update(optimizer)(tree(1), state, tree())
-    (message,) = [record.getMessage() for record in caplog.records]
+    (message,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert message == "logra: no side may be 4 or less: narrow (20, 4) are left dense"
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="hilore_jax"):
@@ -501,11 +501,42 @@ def test_sharded_parameters():
         ({"b2": 1.0}, "b2 is 1.0, expected at least 0 and below 1"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0, expected a number from 0"),
         ({"learning_rate": np.nan}, "learning_rate is nan"),
+        ({"learning_rate": np.float32(-1)}, "learning_rate is -1.0, expected a number from 0"),
+        ({"weight_decay": -0.1}, "weight_decay is -0.1, expected a number from 0, or a schedule"),
+        ({"eps": -1e-8}, "eps is -1e-08, expected a number from 0"),
+        ({"eps": np.float32(np.inf)}, "eps is inf, expected a number from 0"),
+        ({"b2": np.float32(1.5)}, "b2 is 1.5, expected at least 0 and below 1"),
+        ({"b2": True}, "b2 is True, expected at least 0 and below 1"),
+        ({"learning_rate": np.ones(2)}, "learning_rate is .*, expected a number from 0, or a sch"),
+        ({"rank": True}, "rank is True, expected an int"),
     ],
 )
 def test_bad_settings(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         logra(**{"learning_rate": RATE, **settings})
+
+
+def test_numbers_of_numpy_are_taken():
+    params = {"w": random(6, 8)}
+    plain: dict[str, Any] = {"learning_rate": RATE}
+    one: dict[str, Any] = {
+        "learning_rate": np.float32(RATE),
+        "eps": np.array(1e-8),
+        "weight_decay": np.float64(0),
+    }
+    found = [run_once(params, logra(rank=2, **how), params)[0] for how in (one, plain)]
+    np.testing.assert_allclose(found[0]["w"], found[1]["w"], rtol=1e-6)
+    assert np.any(found[0]["w"])
+
+
+def test_weights_whose_steps_may_vanish_are_named(caplog):
+    params = {"w": random(6, 8, dtype=jnp.bfloat16), "b": jnp.zeros(4, jnp.bfloat16)}
+    logra(RATE, 2).init({**params, "w": params["w"].astype(jnp.float32)})
+    assert not caplog.records
+    logra(RATE, 2).init(params)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("logra: w bfloat16: steps below half a unit")
 
 
 def test_bad_calls():

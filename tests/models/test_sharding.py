@@ -18,6 +18,7 @@ from hilore_jax.models import sharding
 from hilore_jax.models.block import Block
 from hilore_jax.models.config import DecoderConfig, LoraConfig, SketchConfig
 from hilore_jax.models.decoder import Decoder
+from hilore_jax.training import logra_probe, logra_update
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.logra_state import LograSettings, init_logra_state
 from hilore_jax.training.logra_update import make_logra_update
@@ -123,7 +124,30 @@ def test_what_is_cut_and_what_is_copied():
         sharding.parameter_sharding(shapes, AbstractMesh((2,), ("data",)))
 
 
-def test_sketches_are_cut_along_their_outputs():
+def seen_sizes(monkeypatch):
+    """Rows and words that are taken at a time, filled while updates are traced."""
+    found = {}
+
+    def watch(module, function, name):
+        inner = getattr(module, function)
+
+        def call(*args, **options):
+            found.setdefault(name, set()).add(options[name])
+            return inner(*args, **options)
+
+        monkeypatch.setattr(module, function, call)
+
+    watch(logra_update, "move_stack", "rows")
+    watch(logra_probe, "predicted_kl", "words")
+    watch(logra_probe, "realized_kl", "words")
+    return found
+
+
+def test_sketches_are_cut_along_their_outputs(monkeypatch):
+    # Alone, rows of kernels and words are taken a few at a time; on the mesh, those of a device.
+    monkeypatch.setattr(logra_update, "ROWS", 20)
+    monkeypatch.setattr(logra_probe, "WORDS", 5)
+    sizes = seen_sizes(monkeypatch)
     config = dataclasses.replace(CONFIG, sketches=SketchConfig(Sketches(rank=7)))
     segments, rows = (2,), PartitionSpec(None, ("data", "fsdp"))
     settings = LograSettings(realized_kl_every=1)
@@ -136,12 +160,14 @@ def test_sketches_are_cut_along_their_outputs():
     batch = Batch(tokens, tokens >= 0, scored, jnp.full(scored.shape, -3.0), None, advantages)
     run = jax.jit(update, static_argnums=0)
     alone, expected = run(POLICIES, state, batch)
+    assert sizes.pop("rows") == {20} and sizes.pop("words") == {5}
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "fsdp"))
     placed = jax.device_put(state, sharding.parameter_sharding(state, mesh))
     there = jax.device_put(batch, jax.tree.map(lambda _: Named(mesh, rows), batch))
     with jax.set_mesh(mesh):
         compiled = run.lower(POLICIES, placed, there).compile()
         found, metrics = compiled(placed, there)
+    assert sizes == {"rows": {None}, "words": {18}}
     close = functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=1e-5)
     for name in ("alpha", "predicted_kl", "realized_kl", "sketch_norm", "grad_norm"):
         close(metrics[name], expected[name], rtol=1e-3)

@@ -16,11 +16,14 @@ from hilore_jax import cli
 from hilore_jax.logra import FileTransport, Follower
 from hilore_jax.models.sketched import sketched_stacks, stacked
 from hilore_jax.planning.fingerprint import fingerprint
+from hilore_jax.planning.menu import Entry
 from hilore_jax.training.abstract import check_plan, training_update
+from hilore_jax.training.accept_command import AcceptOptions, run_accept
 from hilore_jax.training.config import TrainConfig, faults
 from hilore_jax.training.learner import Learner
 from hilore_jax.training.logra_config import run_shape
 from hilore_jax.training.metrics import read_metrics
+from hilore_jax.training.parts import check_model
 from hilore_jax.training.plan_command import PlanConfig, abstract_update, run_plan
 from hilore_jax.training.publish import by_layer
 from hilore_jax.training.trainer import train
@@ -157,7 +160,17 @@ def test_a_checkpoint_of_other_sketches_is_refused_by_name(run, config, change, 
         ({"targets": "qkv"}, "targets qkv: expected all, or some of q_proj"),
         ({"skip_rows": True}, "optimizer logra with skip_rows"),
         ({"pack_by_exposure": True}, "optimizer logra with pack_by_exposure"),
-        ({"step_control": False}, "realized_kl_every needs step control"),
+        (
+            {"step_control": False, "kl_budget": TrainConfig.kl_budget},
+            "realized_kl_every needs step control",
+        ),
+        (
+            {"step_control": False, "realized_kl_every": 0},
+            "kl_budget 1e-3:1e-4 would do nothing .*: without step control there is no budget",
+        ),
+        ({"learning_rate": 1e-3}, "learning_rate 0.001 would do nothing .* add --dense adamw"),
+        ({"weight_decay": 0.1}, "weight_decay 0.1 would do nothing .* no weight decays"),
+        ({"lora_alpha": 16.0}, "lora_alpha 16.0 would do nothing .* there are no adapters"),
         ({"dense": "adamw", "sync": "packets"}, "packets carry the factors of sketched weights"),
         ({"dense": "adamw", "weights": "bfloat16"}, "would be lost in bfloat16"),
         ({"optimizer": "adamw"}, "rank, targets, .*: of LoGRA alone, add --optimizer logra"),
@@ -178,6 +191,38 @@ def test_a_folder_with_the_packets_of_another_run_is_refused(config, tmp_path):
     ]
     (tmp_path / "packet-000000.safetensors").unlink()
     assert faults(again) == []
+
+
+def test_settings_that_dense_parameters_read_are_taken(config):
+    dense = dataclasses.replace(config, dense="adamw", learning_rate=1e-3, weight_decay=0.1)
+    assert faults(dense) == []
+    fixed = {"step_control": False, "realized_kl_every": 0, "kl_budget": TrainConfig.kl_budget}
+    assert "kl_updates 9 would" in faults(dataclasses.replace(config, **fixed, kl_updates=9))[0]
+
+
+@pytest.mark.parametrize(("dense", "fate"), [("frozen", "frozen"), ("adamw", "trained by AdamW")])
+def test_targets_too_narrow_for_the_rank_are_said_once(config, tiny, caplog, dense, fate):
+    # Of the tiny model, k_proj and v_proj are 16 x 8.
+    settings = dataclasses.replace(config, rank=8, targets="all", dense=dense)
+    check_model(settings, tiny().config)
+    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert said == (
+        "targets k_proj (16, 8), v_proj (16, 8) have a side of no more than rank 8 and get no "
+        f"sketch: they are {fate}. Give a lower --rank to have them sketched"
+    )
+    caplog.clear()
+    check_model(config, tiny().config)
+    plain = dataclasses.replace(config, optimizer="adamw", rank=256, targets="all")
+    check_model(plain, tiny().config)
+    assert not caplog.records
+
+
+def test_a_plan_of_sketches_is_not_for_acceptance(tmp_path):
+    facts = {"LoGRA rank": "3", "LoRA rank": "0"}
+    menu = [Entry(GC, 0, 0.0, 0, 0, 0.0)]
+    bare_plan((GC, GC), menu, fingerprint=facts).save(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match=r"plan\.json is for updates of LoGRA, .* whole gradients"):
+        run_accept(AcceptOptions(plan=str(tmp_path / "plan.json")))
 
 
 def test_a_ladder_and_a_gate_are_refused(config):
@@ -221,9 +266,16 @@ def test_a_plan_is_of_its_sketches(tiny):
         ({"rank": 4}, r"LoGRA rank: the plan has 3, this run has 4\. Give .*--rank 3"),
         ({"optimizer": "adamw"}, r"LoGRA rank: the plan has 3, this run has 0.*--optimizer logra"),
         ({"targets": "q_proj"}, r"LoGRA targets: .*--targets q_proj,down_proj"),
+        ({"projection": "gaussian"}, r"LoGRA projection: .*has gaussian\. Give --projection rad"),
+        ({"dense": "adamw"}, r"without sketches: .*has frozen, .*adamw\. Give --dense frozen"),
     ):
         with pytest.raises(ValueError, match=message):
             check_plan(plan, update(**changes))
+        with pytest.raises(ValueError, match=message):  # for a device that is not here
+            check_plan(dataclasses.replace(plan, target="cuda:h100"), update(**changes))
+    halves = dataclasses.replace(own.config, param_dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"LoGRA weights: .* Give --weights float32"):
+        check_plan(plan, dataclasses.replace(own, config=halves))
 
 
 def test_the_planners_update_keeps_rows_and_no_moments_of_entries(tmp_path):
@@ -245,5 +297,15 @@ def test_the_planners_update_keeps_rows_and_no_moments_of_entries(tmp_path):
     assert sorted(shapes) == [(), (), (2, 24)]
     trained = abstract_update(settings).blocks().args[0]
     assert [x.shape for x in jax.tree.leaves(trained)] == [(24, 3)]
-    with pytest.raises(ValueError, match="give one or the other"):
-        run_plan(dataclasses.replace(settings, lora_rank=2))
+    # As it is asked for: Gaussian projections, and AdamW's two moments of all that has no sketch.
+    other = abstract_update(dataclasses.replace(settings, projection="gaussian", dense="adamw"))
+    assert other.facts()["LoGRA projection"] == "gaussian" and other.dense
+    moments = jax.tree.leaves(other.arguments((GC, GC))[0].opt_state.dense)
+    assert sum(x.shape == (64, 16) for x in moments) == 2  # of the embedding
+    for changes, message in (
+        ({"lora_rank": 2}, "give one or the other"),
+        ({"dense": "adamw", "weights": "bfloat16"}, "would be lost in bfloat16"),
+        ({"optimizer": "adamw"}, "--rank 3 --targets up_proj: of LoGRA alone, add --optimizer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_plan(dataclasses.replace(settings, **changes))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import pytest
@@ -17,7 +18,7 @@ from hilore_jax.training.situation import check_situation, plan_settings, run_se
 from plans import bare_plan
 
 GC = hl.Policy({})
-SIZES = {"micro": 8, "rows": 4, "seq": 96, "completion": 32}
+SIZES: dict[str, Any] = {"micro": 8, "rows": 4, "seq": 96, "completion": 32}
 
 
 @pytest.fixture
