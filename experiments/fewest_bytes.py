@@ -31,7 +31,7 @@ from hilore_jax.planning.realized import gradient_norm, relative_error
 from hilore_jax.planning.risks import default_risk, recommended_codecs
 from hilore_jax.planning.target import parse_target
 from hilore_jax.training.abstract import training_update
-from hilore_jax.training.accept_command import update_gradients
+from hilore_jax.training.accept_gradients import update_gradients
 from hilore_jax.training.calibrate_command import RolloutConfig
 from hilore_jax.training.parts import Parts, load_parts
 from hilore_jax.training.rollouts import real_updates

@@ -8,11 +8,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from hilore_jax.actions import Policy
 from hilore_jax.planning.device_memory import DevicePeak
 from hilore_jax.planning.leave_names import BlockView, without_idle_names
 from hilore_jax.planning.leave_out import Profiler, without_idle_entries
 from hilore_jax.planning.memory import Memory
+from hilore_jax.planning.out_of_memory import OutOfMemoryError, naming_out_of_memory
 from hilore_jax.planning.plan import Plan, Trial
 from hilore_jax.planning.realized import gradient_distance, gradient_norm, predicted_error
 from hilore_jax.planning.search import describe
@@ -72,7 +75,8 @@ def accept(
     Then each name of each policy is left out in turn; where backward is no slower without it, it
     goes. So does each policy whose blocks might as well recompute everything, where complete
     updates can be measured. What is left is compiled and tried again, and takes the plan's place
-    only if it is accepted too.
+    only if it is accepted too. A plan for which the device has no room is rejected; exact gradients
+    wait on the host.
 
     Args:
         plan: the plan.
@@ -122,19 +126,27 @@ def accept(
         )
     memory = memory and functools.cache(memory)
     exact = (Policy({}),) * len(plan.policies)
-    truth = [gradients(exact, update) for update in updates]
-    norms = [_checked(gradient_norm(grads), u) for u, (grads, _) in enumerate(truth)]
+    # On the host: the device has to hold what a plan's own update needs.
+    truth = [jax.device_get(gradients(exact, update)) for update in updates]
+    norms = [checked_norm(gradient_norm(grads), u) for u, (grads, _) in enumerate(truth)]
 
     def tried(made: Plan, removed: tuple[str, ...] = ()) -> Acceptance:
-        found = []
-        for update, (grads, _), norm in zip(updates, truth, norms, strict=True):
-            found.append(gradient_distance(gradients(made.policies, update)[0], grads) / norm)
-        peak = (made.memory if memory is None else memory(made.policies)).peak
-        counted = None if measured is None else measured(made.policies)
         predicted = statistics.fmean(
             predicted_error(made, exposures, norm)
             for (_, exposures), norm in zip(truth, norms, strict=True)
         )
+        found = []
+        try:
+            with naming_out_of_memory():
+                for update, (grads, _), norm in zip(updates, truth, norms, strict=True):
+                    planned = gradients(made.policies, update)[0]
+                    found.append(gradient_distance(planned, grads) / norm)
+                    del planned  # before the next one is computed
+                peak = (made.memory if memory is None else memory(made.policies)).peak
+                counted = None if measured is None else measured(made.policies)
+        except OutOfMemoryError as error:
+            reason, unknown = f"out of memory: {error}", (math.inf,) * len(updates)
+            return Acceptance(False, reason, made.memory.peak, unknown, predicted, removed)
         return _judged(made, peak, counted, tuple(found), predicted, limit, removed)
 
     result = tried(plan)
@@ -144,12 +156,16 @@ def accept(
     if profile is not None:
         ways.append(functools.partial(without_idle_entries, profile=profile))
     for way in ways if result.accepted else ():
-        shorter, removed = way(plan)
+        try:
+            with naming_out_of_memory():
+                shorter, removed = way(plan)
+        except OutOfMemoryError as error:
+            _LOG.warning("what does not pay is not known, and stays: out of memory: %s", error)
+            continue
         if removed and memory is not None:
-            shorter = _recompiled(plan, shorter, memory)
             again = tried(shorter, (*result.removed, *removed))
             if again.accepted:
-                plan, result = shorter, again
+                plan, result = _recompiled(plan, shorter, memory), again
             else:
                 _LOG.warning("what does not pay stays in the plan: %s", again.reason)
     found = {**dataclasses.asdict(result), "error": result.error, "limit": limit}
@@ -220,7 +236,13 @@ def _recompiled(plan: Plan, shorter: Plan, memory: MemoryOf) -> Plan:
     return dataclasses.replace(shorter, memory=found, predicted=predicted, trials=trials)
 
 
-def _checked(norm: Any, update: int) -> float:
+def checked_norm(norm: Any, update: int) -> float:
+    """The norm of an update's exact gradient, refused where no error is relative to it.
+
+    Raises:
+        FloatingPointError: it is not finite.
+        ValueError: it is 0.
+    """
     value = float(norm)
     if not math.isfinite(value):
         raise FloatingPointError(f"the exact gradient of update {update} is not finite: {value}.")

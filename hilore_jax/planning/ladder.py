@@ -100,7 +100,8 @@ class Ladder:
     @functools.cached_property
     def buckets(self) -> Buckets:
         """Edges, risks and shares: what the choice needs of the plans."""
-        risks = (*(made.risk for made in self.plans[:-1]), 0.0)
+        pairs = zip(self.plans[:-1], self.edges[:-1], strict=True)
+        risks = (*(_risk_at(made, edge) for made, edge in pairs), 0.0)
         return Buckets(self.edges, risks, self.risk, self.share, self.paper, self.norm)
 
     @property
@@ -282,6 +283,13 @@ def compresses(policy: Policy) -> bool:
         (False, True)
     """
     return bool(policy.names(Compress))
+
+
+def _risk_at(made: Plan, edge: float) -> float:
+    """A plan's risk at its bucket's edge: less where it was made for more exposure."""
+    if made.exposure is None or not edge < made.exposure < math.inf:
+        return made.risk
+    return made.risk * edge / made.exposure
 
 
 def _check_exposure(made: Plan, edge: float) -> None:

@@ -66,10 +66,14 @@ def without_idle_names(plan: Plan, block: BlockView) -> tuple[Plan, tuple[str, .
             found = _risks(plan, risks, current, less, block)
             if found is None or not _within(plan, risks, {**replaced, policy: less}, less, found):
                 continue
-            figures = block.entry(less)
-            if figures.seconds <= known[current].seconds * _SAME:
+            # Both anew: the menu's seconds may be by another measurement of the target's speed.
+            figures, before = block.entry(less), block.entry(current).seconds
+            if figures.seconds <= before * _SAME:
                 risks.setdefault(less, found)
-                known[less] = dataclasses.replace(figures, risk=max(found))
+                # In the menu's own measure, with whose other seconds they are added.
+                scale = known[current].seconds / before if before else 1.0
+                seconds = figures.seconds * scale
+                known[less] = dataclasses.replace(figures, seconds=seconds, risk=max(found))
                 removed.append(f"{name} of [{policy}]")
                 current = less
         replaced[policy] = current

@@ -14,27 +14,27 @@ import tyro
 from flax import nnx
 
 from hilore_jax.actions import Policy
-from hilore_jax.compiler import compiler_options
 from hilore_jax.models.restack import restack
 from hilore_jax.planning.accept import LIMIT, PeakOf, accept, verdict
-from hilore_jax.planning.accept_ladder import accept_ladder
+from hilore_jax.planning.accept_ladder import accept_ladder, check_finite_bucket
 from hilore_jax.planning.backward import block_program
 from hilore_jax.planning.bar import Bar
 from hilore_jax.planning.cost import Roofline
+from hilore_jax.planning.device_memory import DevicePeak
 from hilore_jax.planning.files import check_output, kind_among
 from hilore_jax.planning.frontier import distortion
 from hilore_jax.planning.ladder import Ladder
 from hilore_jax.planning.leave_names import BlockView
 from hilore_jax.planning.leave_out import Profiler
 from hilore_jax.planning.menu import Entry
+from hilore_jax.planning.out_of_memory import OutOfMemoryError, naming_out_of_memory
 from hilore_jax.planning.plan import Plan, runs
 from hilore_jax.planning.profile import profile_plan
 from hilore_jax.planning.target import parse_target
 from hilore_jax.training.abstract import AbstractUpdate, check_plan, training_update
+from hilore_jax.training.accept_gradients import mixed_gradients, update_gradients
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.calibrate_command import RolloutConfig, say
-from hilore_jax.training.config import TrainConfig
-from hilore_jax.training.gradients import add_gradients, make_micro_gradients, zero_gradients
 from hilore_jax.training.load import load_file
 from hilore_jax.training.parts import Parts, load_parts
 from hilore_jax.training.rollouts import Measured, real_updates
@@ -80,6 +80,8 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan,
     _check(config)
     kind = kind_among(config.plan, ("plan", "ladder"))
     made: Plan | Ladder = load_file(config.plan, kind, "--plan")
+    if isinstance(made, Ladder):
+        check_finite_bucket(made)
     plans = made.plans[:-1] if isinstance(made, Ladder) else (made,)
     if plans[0].fingerprint.get(SKETCH_RANK, "0") != "0":
         raise ValueError(
@@ -125,6 +127,8 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan,
         if not here:  # as it was compiled when the plan was made
             del options["memory"]
         if isinstance(made, Ladder):
+            options["mixed"] = _shown(bar, mixed_gradients(data, training), _mixed)
+            options["save"] = lambda ladder: ladder.save(config.out or config.plan)
             tried = accept_ladder(made, *arguments, tokens=_tokens, **options)
             made, text = tried.ladder, str(tried)
         else:
@@ -139,12 +143,25 @@ def _measured(update: AbstractUpdate, plans: Sequence[Plan]) -> PeakOf | None:
     """Peaks on this device, those of some plans measured at once; None: it counts none.
 
     Each is run before anything else uses memory, the largest last: a device counts one peak for the
-    whole process.
+    whole process. Where there was no room for one, its peak is that error again.
     """
-    peak = functools.cache(functools.partial(device_peak, update))
+
+    @functools.cache
+    def found(policies: tuple[Policy, ...]) -> DevicePeak | str | None:
+        try:
+            with naming_out_of_memory():
+                return device_peak(update, policies)
+        except OutOfMemoryError as error:
+            return str(error)
+
+    def peak(policies: tuple[Policy, ...]) -> DevicePeak | None:
+        counted = found(policies)
+        if isinstance(counted, str):
+            raise OutOfMemoryError(counted)
+        return counted
+
     ordered = sorted(plans, key=lambda each: each.memory.peak)
-    found = [peak(each.policies) for each in ordered]
-    return None if None in found else peak
+    return None if None in [found(each.policies) for each in ordered] else peak
 
 
 def _tokens(batch: Batch) -> list[int]:
@@ -180,6 +197,10 @@ def _gradient(policies: Sequence[Policy], _: Batch) -> str:
     return "exact gradient of an update" if exact else "gradient of an update under the plan"
 
 
+def _mixed(policies: Sequence[Sequence[Policy]], _: Batch) -> str:
+    return f"gradient of an update under {len(set(policies))} plans"
+
+
 def block_view(update: AbstractUpdate, target: str) -> BlockView:
     """What leaving out a name changes in a block of the update, seconds by the roofline."""
     blocks = update.blocks()
@@ -204,22 +225,3 @@ def profiler(update: AbstractUpdate, data: Measured, turns: int) -> Profiler:
         return jax.tree.map(jnp.copy, state), data.updates[0]
 
     return functools.partial(profile_plan, update, arguments, repeats=turns)
-
-
-def update_gradients(data: Measured, config: TrainConfig):
-    """`gradients(policies, batch) -> (gradient, exposures)` of complete updates, jitted."""
-    micro_gradients = make_micro_gradients(
-        data.graphdef, clip=config.clip, beta=config.beta, temperature=config.temperature
-    )
-
-    def gradients(policies: Sequence[Policy], params: Any, frozen: Any, batch: Batch):
-        tokens = jnp.sum(batch.completion_mask, dtype=jnp.float32)
-
-        def accumulate(total, micro):
-            grads, seen = micro_gradients(policies, params, frozen, micro, tokens)
-            return add_gradients(total, grads), seen["exposure"]
-
-        return jax.lax.scan(accumulate, zero_gradients(params), batch)
-
-    jitted = jax.jit(gradients, static_argnums=0, compiler_options=compiler_options())
-    return lambda policies, batch: jitted(tuple(policies), data.params, data.frozen, batch)
