@@ -151,6 +151,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for way, (marker, colour) in marks.items():
         values = [100 * row["error"][way] for row in rows]
         ax.plot(values, at, marker, color=colour, label=way, alpha=0.8)
+    for y, row in enumerate(rows):
+        if row["error"][KEPT] == 0:  # has no place on a log axis
+            label = f"{KEPT}: 0"
+            ax.text(0.98, y, label, transform=ax.get_yaxis_transform(), ha="right", va="center")
     ax.set_yticks(list(at), [row["compressed"] for row in rows])
     ax.invert_yaxis()
     ax.set(xscale="log", xlabel="error of the linear maps' gradients, %")
