@@ -108,6 +108,15 @@ def test_a_bucket_takes_the_next_ones_plan_where_that_is_faster():
     assert [plan.exposure for plan in ladder.plans] == [1.0, 1.0, 2.0, math.inf]
 
 
+def test_the_risk_of_a_plan_for_more_exposure_is_less_in_its_bucket():
+    menu = Entry(GC, 0, 2.0, 1, 8, 0.0), Entry(INT8, 9, 1.0, 0, 0, 0.004)
+    low, exact = bare_plan((INT8,), menu, exposure=2.0), bare_plan((GC,), menu)
+    buckets = Ladder((0.5, 2.0, math.inf), (low, low, exact)).buckets
+    assert buckets.risks == pytest.approx((0.001, 0.004, 0.0))
+    # The same plan at the same exposure, in whichever bucket.
+    assert buckets.risk(0, 0.5) == pytest.approx(buckets.risk(1, 0.5)) == pytest.approx(0.001)
+
+
 def test_a_quarter_of_the_tokens_has_half_of_the_risk_budget():
     whole, part = made(), made(share=0.25)
     assert [plan.risk_budget for plan in part.plans[:-1]] == [0.0075] * 3

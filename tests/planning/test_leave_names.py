@@ -89,3 +89,15 @@ def test_what_compresses_nothing_has_no_risk():
     act = hl.Policy({"act": hl.Store()})
     assert made.policies == (act, act) and removed == (f"up of [{KEPT}]",)
     assert made.risk == 0 and made.block_risks == ((4e-3, 0.0), (2e-3, 0.0))
+
+
+@pytest.mark.parametrize("speed", [0.1, 10.0])
+def test_both_seconds_are_by_the_same_measurement(speed):
+    """The target's speed is measured at each start: it says nothing of a name."""
+    idle = BlockView(lambda p: Entry(p, 4, speed * as_fast(p).seconds, 0, 0, 0.0), DISTORTION)
+    made, _ = without_idle_names(plan(NORM), idle)
+    assert made.policies == (UP, UP)
+    # In the menu the seconds are as its others'.
+    assert [entry.seconds for entry in made.menu] == [1.0, 1.0]
+    pays = BlockView(lambda p: Entry(p, 4, speed / (1 + len(p.actions)), 0, 0, 0.0), DISTORTION)
+    assert without_idle_names(plan(NORM), pays)[1] == ()
