@@ -34,7 +34,8 @@ SMALL = DecoderConfig(
     head_dim=16,
     max_seq=16,
 )
-WAYS = ("dense AdamW", "LoRA", "LoGRA", "LoGRA, no step control")
+CONSTANT = "LoGRA, no step control"
+WAYS = ("dense AdamW", "LoRA", "LoGRA", CONSTANT)
 # LoGRA and LoRA leave the embedding, which is the head too, and the norms as they are.
 UNFROZEN = "LoGRA, the rest by AdamW"
 SMALL_WAYS = (*WAYS, UNFROZEN)
@@ -84,6 +85,13 @@ def reverse_task(seed: int) -> Task:
     return Task("reverse", draw, score, instruction="")
 
 
+def steps(way: str, budget: str, **more: Any) -> dict[str, Any]:
+    """How LoGRA's steps are sized."""
+    if way == CONSTANT:
+        return {"step_control": False}
+    return {"kl_budget": budget, **more}
+
+
 def small_config(settings: Settings, way: str, seed: int, folder: str) -> TrainConfig:
     """The settings of a run of the small model."""
     ours: dict[str, Any] = {"lora_rank": settings.small_rank if way == "LoRA" else 0}
@@ -92,11 +100,11 @@ def small_config(settings: Settings, way: str, seed: int, folder: str) -> TrainC
             "optimizer": "logra",
             "rank": settings.small_rank,
             "update_ratio": settings.small_ratio,
-            "kl_budget": settings.small_budget,
-            "kl_updates": settings.updates,
-            "step_control": way != "LoGRA, no step control",
             "dense": "adamw" if way == UNFROZEN else "frozen",
+            **steps(way, settings.small_budget, kl_updates=settings.updates),
         }
+    if way in (*WAYS[:2], UNFROZEN):  # what LoGRA trains has no learning rate
+        ours["learning_rate"] = 1e-3
     return TrainConfig(
         model="random",
         task="reverse",
@@ -106,7 +114,6 @@ def small_config(settings: Settings, way: str, seed: int, folder: str) -> TrainC
         completion_length=LENGTH,
         micro_rows=ROWS,
         updates=settings.updates,
-        learning_rate=1e-3,
         old_logps="rollout",
         seed=seed,
         save_every=0,
@@ -120,14 +127,16 @@ def small_config(settings: Settings, way: str, seed: int, folder: str) -> TrainC
 def smollm2_config(settings: Settings, way: str, folder: str) -> TrainConfig:
     """The settings of a run of SmolLM2."""
     rate = settings.lora_rate if way == "LoRA" else settings.learning_rate
-    ours: dict[str, Any] = {"lora_rank": settings.rank if way == "LoRA" else 0}
+    ours: dict[str, Any] = {
+        "lora_rank": settings.rank if way == "LoRA" else 0,
+        "learning_rate": rate,
+    }
     if way.startswith("LoGRA"):
         ours = {
             "optimizer": "logra",
             "rank": settings.rank,
             "update_ratio": settings.ratio,
-            "kl_budget": settings.budget,
-            "step_control": way == "LoGRA",
+            **steps(way, settings.budget),
         }
     return TrainConfig(
         prompts=4,
@@ -135,7 +144,6 @@ def smollm2_config(settings: Settings, way: str, folder: str) -> TrainConfig:
         prompt_length=96,
         completion_length=32,
         updates=10_000,
-        learning_rate=rate,
         save_every=0,
         log_exposure_every=0,
         run_dir=f"{folder}/run",

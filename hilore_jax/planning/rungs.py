@@ -69,3 +69,10 @@ def check_finite(risk: float) -> None:
             "a ladder's R is infinite: expected a finite relative error, which is what its buckets "
             "differ by. Without a bound on the error make one plan, hl.plan."
         )
+
+
+def risk_at(made: Plan, edge: float) -> float:
+    """A plan's risk at its bucket's edge: less where it was made for more exposure."""
+    if made.exposure is None or not edge < made.exposure < math.inf:
+        return made.risk
+    return made.risk * edge / made.exposure
