@@ -35,6 +35,7 @@ from hilore_jax.training.abstract import AbstractUpdate, check_plan, training_up
 from hilore_jax.training.accept_gradients import mixed_gradients, update_gradients
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.calibrate_command import RolloutConfig, say
+from hilore_jax.training.held_out import check_held_out
 from hilore_jax.training.load import load_file
 from hilore_jax.training.parts import Parts, load_parts
 from hilore_jax.training.rollouts import Measured, real_updates
@@ -73,7 +74,8 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan,
         The plan, or the ladder's plans, as they were written.
 
     Raises:
-        ValueError: settings that are wrong, or a plan for another model or batch.
+        ValueError: settings that are wrong, prompts that were calibrated on, a plan for another
+            model or batch, or a ladder of which nothing could be tried.
     """
     training = config.training()
     _check(config)
@@ -82,6 +84,7 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan,
     if isinstance(made, Ladder):
         check_finite_bucket(made)
     plans = made.plans[:-1] if isinstance(made, Ladder) else (made,)
+    check_held_out(plans[0].fingerprint, config, config.first)
     device = parse_target(plans[0].target)
     here = {"cuda": "gpu"}.get(device.platform, device.platform) == jax.default_backend()
     if config.measure and not here:
