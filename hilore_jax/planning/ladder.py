@@ -17,7 +17,7 @@ from hilore_jax.planning.memory_cache import write_whole
 from hilore_jax.planning.plan import Blocks, Plan, runs
 from hilore_jax.planning.refined import refined_segments
 from hilore_jax.planning.request import check_ladder, check_request
-from hilore_jax.planning.rungs import check_finite, never_slower, planned, planner, risk_at
+from hilore_jax.planning.rungs import check_finite, never_slower, planned, planner
 from hilore_jax.planning.solve import Update
 from hilore_jax.planning.target import Target
 
@@ -101,7 +101,7 @@ class Ladder:
     def buckets(self) -> Buckets:
         """Edges, risks and shares: what the choice needs of the plans."""
         pairs = zip(self.plans[:-1], self.edges[:-1], strict=True)
-        risks = (*(risk_at(made, edge) for made, edge in pairs), 0.0)
+        risks = (*(_risk_at(made, edge) for made, edge in pairs), 0.0)
         return Buckets(self.edges, risks, self.risk, self.share, self.paper, self.norm)
 
     @property
@@ -283,6 +283,13 @@ def compresses(policy: Policy) -> bool:
         (False, True)
     """
     return bool(policy.names(Compress))
+
+
+def _risk_at(made: Plan, edge: float) -> float:
+    """A plan's risk at its bucket's edge: less where it was made for more exposure."""
+    if made.exposure is None or not edge < made.exposure < math.inf:
+        return made.risk
+    return made.risk * edge / made.exposure
 
 
 def _check_exposure(made: Plan, edge: float) -> None:

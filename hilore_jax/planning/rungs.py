@@ -24,13 +24,6 @@ def never_slower(plans: Sequence[Plan]) -> tuple[Plan, ...]:
     return tuple(found)
 
 
-def risk_at(made: Plan, edge: float) -> float:
-    """A plan's risk at its bucket's edge: less where it was made for more exposure."""
-    if made.exposure is None or not edge < made.exposure < math.inf:
-        return made.risk
-    return made.risk * edge / made.exposure
-
-
 def planned(plan_at: Callable[[float], Plan], exposure: float) -> Plan:
     """What a user's `plan_at` makes, which must be a plan."""
     made = plan_at(exposure)
