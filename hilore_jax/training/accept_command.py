@@ -84,7 +84,6 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan,
     if isinstance(made, Ladder):
         check_finite_bucket(made)
     plans = made.plans[:-1] if isinstance(made, Ladder) else (made,)
-    check_held_out(plans[0].fingerprint, config, config.first)
     device = parse_target(plans[0].target)
     here = {"cuda": "gpu"}.get(device.platform, device.platform) == jax.default_backend()
     if config.measure and not here:
@@ -93,6 +92,7 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan,
             "where it will run."
         )
     check_output(config.out or config.plan, "--out" if config.out else "--plan", kind)
+    check_held_out(plans[0].fingerprint, config, config.first)
     if parts is None:  # it is checked before any weight is read
         planned: dict[str, Any] = {kind: config.plan, "allow_rejected": True}
         parts = load_parts(dataclasses.replace(training, **planned))

@@ -86,7 +86,7 @@ def raising(error, policy=UP):
 @pytest.mark.parametrize("error", [FULL, TargetMemoryError("the program does not fit")])
 @pytest.mark.parametrize("where", ["gradients", "memory", "measured"])
 def test_a_plan_without_room_is_rejected_and_says_so(where, error, tmp_path):
-    options: Any = {} if where == "gradients" else {where: raising(error)}
+    options: dict[str, Any] = {} if where == "gradients" else {where: raising(error)}
     gradients = raising(error) if where == "gradients" else erring(0.0)
     made = accept(plan(), gradients, [0, 1], **options)
     assert made.accepted is False and made.acceptance is not None
