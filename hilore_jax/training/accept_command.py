@@ -35,6 +35,7 @@ from hilore_jax.training.abstract import AbstractUpdate, check_plan, training_up
 from hilore_jax.training.accept_gradients import mixed_gradients, update_gradients
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.calibrate_command import RolloutConfig, say
+from hilore_jax.training.held_out import check_held_out
 from hilore_jax.training.load import load_file
 from hilore_jax.training.parts import Parts, load_parts
 from hilore_jax.training.rollouts import Measured, real_updates
@@ -74,7 +75,8 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan,
         The plan, or the ladder's plans, as they were written.
 
     Raises:
-        ValueError: settings that are wrong, or a plan for another model or batch.
+        ValueError: settings that are wrong, prompts that were calibrated on, a plan for another
+            model or batch, or a ladder of which nothing could be tried.
     """
     training = config.training()
     _check(config)
@@ -97,6 +99,7 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan,
             "where it will run."
         )
     check_output(config.out or config.plan, "--out" if config.out else "--plan", kind)
+    check_held_out(plans[0].fingerprint, config, config.first)
     if parts is None:  # it is checked before any weight is read
         planned: dict[str, Any] = {kind: config.plan, "allow_rejected": True}
         parts = load_parts(dataclasses.replace(training, **planned))

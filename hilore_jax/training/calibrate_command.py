@@ -26,6 +26,7 @@ from hilore_jax.training.abstract import training_update
 from hilore_jax.training.config import Rank, TrainConfig, faults
 from hilore_jax.training.config_files import read_policy
 from hilore_jax.training.gradients import make_micro_loss
+from hilore_jax.training.held_out import seen
 from hilore_jax.training.parts import Parts, load_parts
 from hilore_jax.training.rollouts import Measured, real_updates
 from hilore_jax.training.situation import MODEL
@@ -159,7 +160,7 @@ def run_calibrate(config: CalibrateConfig, parts: Parts | None = None) -> Calibr
                 "from there"
             ) from None
         raise
-    recorded = {MODEL: config.model, **update.facts()}
+    recorded = {MODEL: config.model, **update.facts(), **seen(config, data.prompts)}
     made = dataclasses.replace(made, fingerprint={**made.fingerprint, **recorded})
     made.save(config.out)
     partial.unlink()

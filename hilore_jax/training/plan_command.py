@@ -27,6 +27,7 @@ from hilore_jax.planning.solve import plan
 from hilore_jax.planning.target import parse_target
 from hilore_jax.training.abstract import AbstractUpdate
 from hilore_jax.training.batch_exposure import check_exposure_of, other_batch
+from hilore_jax.training.held_out import carried
 from hilore_jax.training.load import load_file
 from hilore_jax.training.logra_config import say_narrow, targets_of
 from hilore_jax.training.plan_config import PlanConfig, check_logra
@@ -80,7 +81,8 @@ def run_plan(config: PlanConfig) -> Plan | Ladder:
             "stopped, no file was written; what was compiled is kept, and the same command goes on "
             "from there"
         ) from None
-    made = _recorded(made, {MODEL: config.model, **update.facts()})
+    prompts = {} if calibration is None else carried(calibration.fingerprint)
+    made = _recorded(made, {MODEL: config.model, **update.facts(), **prompts})
     print(made)
     if isinstance(made, Ladder):
         made.save(config.ladder)

@@ -26,12 +26,21 @@ _TRIES = 12  # as many prompts as are wanted, at most
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A model's static part, its arrays, and updates to differentiate."""
+    """A model's static part, its arrays, and updates to differentiate.
+
+    Attributes:
+        graphdef: the static part.
+        params: arrays that train.
+        frozen: the others.
+        updates: complete ones.
+        prompts: how many were drawn for them from the task's stream, all tries together.
+    """
 
     graphdef: nnx.GraphDef
     params: Any
     frozen: Any
     updates: tuple[Batch, ...]
+    prompts: int = 0
 
 
 def real_updates(
@@ -84,7 +93,7 @@ def real_updates(
         advantages = group_advantages(jnp.asarray(whole.rewards))
         reference = logp if config.beta else None
         batches.append(to_batch(whole, advantages, logp, reference, config.micro_rows))
-    return Measured(graphdef, state.params, state.frozen, tuple(batches))
+    return Measured(graphdef, state.params, state.frozen, tuple(batches), tried)
 
 
 def _sample(config: TrainConfig, parts: Parts, indices: Sequence[int]) -> Experience:

@@ -31,6 +31,7 @@ from hilore_jax.training.parts import check_model
 from hilore_jax.training.planned import run_policies
 from hilore_jax.training.rollouts import Measured, real_updates
 from hilore_jax.training.step import init_state
+from hilore_jax.training.strategy import loaded_plans
 from plans import bare_plan
 
 SIZES: Any = {
@@ -83,6 +84,12 @@ def test_the_commands_in_order(graded, tmp_path, capsys, monkeypatch):
     assert f"taken from {out}: --model {tmp_path}" in said and "--batch 2x16" in said
     assert re.search(r"compilation 1: 2 x gc: \d+\.\d s, peak 0\.\d{3} GiB", said)
     assert Plan.load(where).block_risks is not None
+    # Held out is what was not calibrated on.
+    again = ["accept", str(where), "--group", "4", "--updates", "1", "--first", "0"]
+    assert cli.main(again) == 2
+    assert "calibrated on prompts 0 to 0 of the same stream (chain_sum, seed 0)" in (
+        capsys.readouterr().err
+    )
 
     assert cli.main(["accept", str(where), "--group", "4", "--updates", "1", "--limit", "0.9"]) == 0
     accepted = Plan.load(where)
@@ -211,26 +218,40 @@ def held_out(graded, monkeypatch):
     batch = update.arguments((GC,) * 2)[1]
     batch = jax.tree.map(lambda s: jax.numpy.ones(s.shape, s.dtype), batch)
     seen: Any = types.SimpleNamespace(events=[], exposures=[0.4, 0.4], errors={}, peaks=None)
+    seen.mixed, seen.uneven, seen.masks = 0.0, False, None
 
     def real(*args, **how):
         seen.events.append("sampled")
         numbered = [dataclasses.replace(batch, logp_old=i * batch.logp_old) for i in range(2)]
+        if seen.masks is not None:  # of the microbatches
+            mask = jax.numpy.broadcast_to(seen.masks, batch.completion_mask.shape)
+            numbered = [dataclasses.replace(each, completion_mask=mask) for each in numbered]
         return Measured(nnx.graphdef(graded.model), None, None, tuple(numbered))
 
     def gradients(policies, batch):
         error = seen.errors.get(policies[0], 0.0)
         which = int(batch.logp_old[0, 0, 0])
-        return {"w": jax.numpy.array([1.0, error])}, [seen.exposures[which]] * 2
+        calm = seen.exposures[which] / (4 if seen.uneven else 1)
+        return {"w": jax.numpy.array([1.0, error])}, [calm, seen.exposures[which]]
 
     def device_peak(update, policies):
         seen.events.append(policies)
-        return None if seen.peaks is None else seen.peaks[policies]
+        found = None if seen.peaks is None else seen.peaks[policies]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def compiled(update, target, policies):
         return Memory(10, 0, 0, 0, 0, 0)
 
     monkeypatch.setattr(accept_command, "real_updates", real)
     monkeypatch.setattr(accept_command, "update_gradients", lambda *args: gradients)
+
+    def mixed(policies, batch):
+        seen.events.append(policies)
+        return {"w": jax.numpy.array([1.0, seen.mixed])}
+
+    monkeypatch.setattr(accept_command, "mixed_gradients", lambda *args: mixed)
     monkeypatch.setattr(accept_command, "device_peak", device_peak)
     monkeypatch.setattr(accept_command, "compiled_update", compiled)
     slower = lambda policy: 9.0 - len(tuple(policy))  # noqa: E731  every name pays
@@ -273,6 +294,15 @@ def test_accept_takes_a_ladder_and_leaves_buckets_without_updates(
     assert cli.main([*command, "--out", str(tmp_path / "new.json")]) == 0
     found = hl.Ladder.load(tmp_path / "new.json")
     assert [plan.accepted for plan in found.plans] == [True, True, None, None]
+    # Calm microbatches have their own bucket's plan, and the whole is held to the limit.
+    held_out.mixed, held_out.uneven = 0.5, True
+    half = dataclasses.replace(made[1], policies=(INT8, GC))
+    hl.Ladder(edges, (made[0], half, *found.plans[2:]), share=0.5).save(path)
+    rejected = tmp_path / "mixed.json"
+    assert cli.main([*command, "--out", str(rejected)]) == 1
+    assert [plan.accepted for plan in hl.Ladder.load(rejected).plans] == [False, False, None, None]
+    with pytest.raises(ValueError, match=r"was rejected: .*own bucket's plan.*--allow-rejected"):
+        loaded_plans(TrainConfig(ladder=str(rejected)), graded.model.config)
     # Microbatches with half of the tokens: what was planned for.
     assert "bucket up to exposure 1: accepted: peak 10 of 10 bytes" in capsys.readouterr().out
 
@@ -316,6 +346,64 @@ def test_a_ladders_plans_are_measured_from_the_least_peak_up(graded, held_out, t
     held_out.peaks = {(INT8, INT8): DevicePeak(9, True), (GC, GC): DevicePeak(3, True)}
     run_accept(AcceptOptions(**SIZES, plan=path), graded)
     assert held_out.events == [(GC, GC), (INT8, INT8), "sampled"]
+
+
+def test_a_ladders_microbatches_have_their_own_shares_of_tokens(graded, held_out, tmp_path, capsys):
+    path = str(tmp_path / "ladder.json")
+    made = [made_for(held_out.facts, INT8, e) for e in (1.0, 2.0)]
+    hl.Ladder((1.0, 2.0, math.inf), (*made, made_for(held_out.facts, GC)), share=0.5).save(path)
+    held_out.exposures = [0.9, 0.9]
+    # One token of five in the first: at 0.9 it is as one of half of them at 1.42.
+    held_out.masks = jax.numpy.array([[[True, False, False, False]], [[True] * 4]])
+    run_accept(AcceptOptions(**SIZES, plan=path), graded)
+    out = capsys.readouterr().out
+    assert "bucket up to exposure 1: not tried" in out and "exposure 2: accepted" in out
+
+
+def test_a_ladder_of_which_nothing_is_tried_is_not_accepted(graded, held_out, tmp_path, capsys):
+    path = tmp_path / "ladder.json"
+    low, exact = made_for(held_out.facts, INT8), made_for(held_out.facts, GC)
+    hl.Ladder((1.0, math.inf), (low, exact), share=0.5).save(path)
+    held_out.exposures = [3.0, 4.0]
+    before = path.read_text()
+    with pytest.raises(ValueError, match=r"nothing of the ladder was tried: none of the 2 updates"):
+        run_accept(AcceptOptions(**SIZES, plan=str(path)), graded)
+    assert "accepted" not in capsys.readouterr().out and path.read_text() == before
+    hl.Ladder((math.inf,), (exact,), share=0.5).save(path)
+    held_out.events.clear()
+    with pytest.raises(ValueError, match="there is nothing to try"):
+        run_accept(AcceptOptions(**SIZES, plan=str(path)), graded)
+    assert held_out.events == []
+
+
+def test_a_plan_without_room_on_the_device_is_rejected_and_the_next_one_tried(
+    graded, held_out, tmp_path
+):
+    path = str(tmp_path / "ladder.json")
+    high, low = made_for(held_out.facts, INT8, 2.0, peak=9), made_for(held_out.facts, GC, peak=3)
+    hl.Ladder((1.0, 2.0, math.inf), (high, low, low), share=0.5).save(path)
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes more")
+    held_out.peaks = {(INT8, INT8): full, (GC, GC): DevicePeak(3, True)}
+    held_out.exposures = [0.5, 1.5]
+    first, second, _ = run_accept(AcceptOptions(**SIZES, plan=path), graded)
+    assert (first.accepted, second.accepted) == (False, True) and first.acceptance is not None
+    assert first.acceptance["reason"] == "out of memory: RESOURCE_EXHAUSTED: 9 bytes more"
+    assert held_out.events == [(GC, GC), (INT8, INT8), "sampled"]  # the error is kept too
+
+
+def test_nothing_is_measured_on_one_device_for_a_plan_of_several(
+    graded, held_out, tmp_path, capsys, monkeypatch
+):
+    path = str(tmp_path / "plan.json")
+    made_for(held_out.facts, INT8).save(path)
+    held_out.peaks = {(INT8, INT8): DevicePeak(9, True)}
+    cpu = accept_command.parse_target("cpu")
+    several = dataclasses.replace(cpu, count=8)
+    monkeypatch.setattr(accept_command, "parse_target", lambda name: several)
+    (made,) = run_accept(AcceptOptions(**SIZES, plan=path), graded)
+    assert held_out.events == ["sampled"] and made.acceptance is not None
+    assert made.acceptance["measured"] is None
+    assert "only compiled peaks are compared" in capsys.readouterr().err
 
 
 def test_an_interrupted_calibration_says_how_to_go_on(graded, tmp_path, monkeypatch):

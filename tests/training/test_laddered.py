@@ -193,6 +193,15 @@ def test_rows_of_zero_advantage_change_nothing_when_left_out(start, plain, ladde
     assert counts.sum() > counts[[1, 3]].sum()
 
 
+def test_skipped_rows_keep_their_part_of_the_risk_budget(start, ladders, batch):
+    data = no_reference(batch, (0.0, -1.5, 0.5, -0.25), scale=0.01)
+    tokens = np.asarray(data.completion_mask).sum(axis=-1).reshape(-1)
+    _, metrics = run(start, ladders("three", True), data)
+    assert metrics["rows_skipped"] == 1
+    expected = 0.015 * math.sqrt(tokens[1:].sum() / tokens.sum())
+    assert metrics["risk_budget"] == pytest.approx(expected) and expected < 0.013
+
+
 def test_packing_sorts_rows_into_full_microbatches_and_keeps_the_update(
     start, plain, ladders, batch
 ):
