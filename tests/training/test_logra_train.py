@@ -13,7 +13,7 @@ import pytest
 
 import hilore_jax as hl
 from hilore_jax import cli
-from hilore_jax.logra import FileTransport, Follower, Sketches, read_message
+from hilore_jax.logra import FileTransport, Follower, FullSync, Packet, Sketches
 from hilore_jax.models.sketched import sketched_stacks, stacked
 from hilore_jax.planning.fingerprint import fingerprint
 from hilore_jax.training import checkpoint
@@ -129,13 +129,13 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, config, tmp_pat
     half = run(dataclasses.replace(parted, updates=2))
     resumed = run(dataclasses.replace(parted, resume=True))
     sync, other = FileTransport(sync_of(parted)), FileTransport(sync_of(config))
-    names = [read_message(packet).run for packet in sync.packets()]
+    names = [Packet.from_bytes(packet).run for packet in sync.packets()]
     assert names == [sync.owner()] * 3 and sync.owner() != other.owner()
-    found = read_message(sync.full_sync(2, timeout=0.0))  # the resumed run's start
+    found = FullSync.from_bytes(sync.full_sync(2, timeout=0.0))  # the resumed run's start
     assert (found.update, found.run) == (2, sync.owner())
-    again = [read_message(packet).factors for packet in other.packets()]
+    again = [Packet.from_bytes(packet).factors for packet in other.packets()]
     for one, packet in zip(again, sync.packets(), strict=True):
-        assert all(np.array_equal(one[k], f) for k, f in read_message(packet).factors.items())
+        assert all(np.array_equal(one[k], f) for k, f in Packet.from_bytes(packet).factors.items())
     assert [m["step"] for m in resumed.metrics] == [3]
     ends = [weights(one.state) for one in (whole, half, resumed)]
     for want, found in zip(ends[0], ends[2], strict=True):

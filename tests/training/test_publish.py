@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hilore_jax.logra import FileTransport, Follower, Sketches, read_message
+from hilore_jax.logra import FileTransport, Follower, FullSync, Packet, Sketches
 from hilore_jax.models.sketched import sketched_config, sketched_stacks, stacked
 from hilore_jax.training.publish import Publisher, by_layer
 
@@ -39,7 +39,7 @@ def test_it_starts_where_the_run_does_and_clears_requests_of_before(held, publis
     (tmp_path / "full-sync-wanted").touch()
     publisher().start(5, held[1], "a")
     assert names(tmp_path) == ["full-000005", "trainer-run"]
-    full = read_message(FileTransport(tmp_path).full_sync(5, timeout=0.0))
+    full = FullSync.from_bytes(FileTransport(tmp_path).full_sync(5, timeout=0.0))
     assert (full.update, full.run, full.sketches) == (5, "a", SKETCHES)
     kernels = by_layer(sketched_stacks(held[0], (2,)), stacked(held[1], "kernel"))
     assert full.kernels.keys() == kernels.keys() == {"blocks.0.q_proj", "blocks.1.q_proj"}
@@ -59,7 +59,7 @@ def test_it_answers_requests_with_the_weights_after_the_update(held, publisher, 
     )
     writes.update(1, factors(1), moved)
     assert not sync.wanted()
-    full = read_message(sync.full_sync(2, timeout=0.0))
+    full = FullSync.from_bytes(sync.full_sync(2, timeout=0.0))
     assert (full.update, full.run) == (2, "a")
     kernels = by_layer(sketched_stacks(held[0], (2,)), stacked(moved, "kernel"))
     assert all(np.array_equal(full.kernels[layer], kernels[layer]) for layer in kernels)
@@ -71,7 +71,7 @@ def test_packets_are_the_runs_and_fit_its_followers(held, publisher, tmp_path):
     writes, sync = publisher(), FileTransport(tmp_path)
     writes.start(0, held[1], "a")
     writes.update(0, factors(0), held[1])
-    packet = read_message(sync.receive(0, timeout=0.0))
+    packet = Packet.from_bytes(sync.receive(0, timeout=0.0))
     assert (packet.update, packet.run, packet.sketches) == (0, "a", SKETCHES)
     assert all((f == np.asarray(factors(0)["0.q_proj"][0])).all() for f in packet.factors.values())
     assert Follower.start(sync.full_sync(0, timeout=0.0)).apply(packet).update == 1
