@@ -29,6 +29,8 @@ def test_python_blocks_run_one_after_another(capsys, tmp_path, monkeypatch):
         assert all(bool(jax.numpy.isfinite(leaf).all()) for leaf in jax.tree.leaves(found[name]))
     assert found["advantages"].shape == (2, 2) and float(found["share"]) >= 0
     assert hl.parse_policy(tmp_path / "policy.json") == found["policy"]
+    assert (found["follower"].update, found["remote"].update) == (1, 2)
+    assert found["remote"].run == "mine"
 
 
 @pytest.mark.parametrize("name", [*NAMES, *codecs.BUILT_IN, *(f"hilore {c}" for c in COMMANDS)])

@@ -38,6 +38,7 @@ class Follower:
         kernels: layer name -> `[in, out]`, float32 or bfloat16, as the trainer's.
         update: number of the next packet.
         sketches: the settings of the packets.
+        run: the trainer's run, as its full sync names it; packets of others are refused.
         donate: `apply` moves kernels in place; the follower before cannot be used afterwards.
         rows: rows of a kernel that are moved at a time; None: all, where rows are sharded.
 
@@ -55,6 +56,7 @@ class Follower:
     kernels: Mapping[str, Array]
     update: int
     sketches: Sketches
+    run: str = ""
     donate: bool = True
     rows: int | None = ROWS
 
@@ -88,6 +90,7 @@ class Follower:
             kernels=kernels,
             update=message.update,
             sketches=message.sketches,
+            run=message.run,
             donate=donate,
             rows=rows,
         )
@@ -95,7 +98,7 @@ class Follower:
     def apply(self, message: Packet | FullSync | Buffer) -> Follower:
         """The follower after one message.
 
-        A full sync is taken whatever its number is; it may be of a run with other settings.
+        A full sync is taken whatever its number is; it may be of another run, with other settings.
 
         Args:
             message: a packet, a full sync, or the bytes of one.
@@ -105,8 +108,8 @@ class Follower:
 
         Raises:
             GapError: the packet is of another update than the next.
-            PacketError: damaged, or of other layers or shapes. Nothing is changed then: ask for a
-                full sync, and apply that.
+            PacketError: damaged, or of another run, other layers or shapes. Nothing is changed
+                then: ask for a full sync, and apply that.
         """
         if not isinstance(message, Packet | FullSync):
             message = read_message(message)
@@ -117,6 +120,7 @@ class Follower:
             message,
             expected=self.update,
             sketches=self.sketches,
+            run=self.run,
             donate=self.donate,
             rows=self.rows,
         )
@@ -124,7 +128,7 @@ class Follower:
 
     def state(self) -> FullSync:
         """All of it, to be kept for a restart: `Follower.start(state)` goes on from there."""
-        return make_full_sync(self.update, self.sketches, self.kernels)
+        return make_full_sync(self.update, self.sketches, self.kernels, run=self.run)
 
     def _restart(self, full: FullSync) -> Follower:
         found = {layer: (kernel.shape, kernel.dtype) for layer, kernel in full.kernels.items()}
@@ -141,7 +145,9 @@ class Follower:
             layer: jax.device_put(np.asarray(full.kernels[layer]), kernel.sharding, may_alias=False)
             for layer, kernel in self.kernels.items()
         }
-        return replace(self, kernels=kernels, update=full.update, sketches=full.sketches)
+        return replace(
+            self, kernels=kernels, update=full.update, sketches=full.sketches, run=full.run
+        )
 
 
 def follow(follower: Follower, receiver: Receiver, timeout: float = 60.0) -> Follower:
@@ -157,8 +163,8 @@ def follow(follower: Follower, receiver: Receiver, timeout: float = 60.0) -> Fol
 
     Raises:
         SyncError: the full sync was refused as well.
-        TimeoutError: nothing came.
-        ConnectionError: the trainer has gone.
+        TimeoutError: nothing came; where a message was refused before, it says why.
+        ConnectionError: the trainer has gone; as before.
 
     Example:
         >>> import tempfile
@@ -174,5 +180,11 @@ def follow(follower: Follower, receiver: Receiver, timeout: float = 60.0) -> Fol
     """
     try:
         return follower.apply(receiver.receive(follower.update, timeout))
-    except SyncError:
-        return follower.apply(receiver.full_sync(follower.update + 1, timeout))
+    except SyncError as refused:
+        reason = refused
+    try:
+        full = receiver.full_sync(follower.update + 1, timeout)
+    except (TimeoutError, ConnectionError) as error:
+        kind = TimeoutError if isinstance(error, TimeoutError) else ConnectionError
+        raise kind(f"{error}. It was asked for since a message was refused: {reason}") from reason
+    return follower.apply(full)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised when the format, the drawing of projections or the merge changes."""
 
 Buffer = bytes | bytearray | memoryview

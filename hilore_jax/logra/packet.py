@@ -29,6 +29,7 @@ class Packet:
         update: number of the update, from 0.
         sketches: the settings from which the projections are drawn again.
         factors: layer name, `blocks.3.q_proj` say, -> F = bf16(alpha D), bfloat16 `[out, rank]`.
+        run: which trainer's run it is of; followers apply those of their own alone.
         generator: what draws them, `logra.counter.GENERATOR`.
 
     Raises:
@@ -45,6 +46,7 @@ class Packet:
     update: int
     sketches: Sketches
     factors: Mapping[str, np.ndarray]
+    run: str = ""
     generator: str = GENERATOR
 
     def __post_init__(self):
@@ -71,7 +73,7 @@ class Packet:
 
     def to_bytes(self) -> bytes:
         """The packet as the bytes of a safetensors file; equal packets are equal bytes."""
-        return encode(_PACKET, _fields(self.update, self.sketches, self.generator), self.factors)
+        return encode(_PACKET, _fields(self), self.factors)
 
     @classmethod
     def from_bytes(cls, data: Buffer) -> Packet:
@@ -94,6 +96,7 @@ class FullSync:
         update: number of the next packet.
         sketches: the settings of the packets to come.
         kernels: layer name -> `[in, out]`, float32 or bfloat16.
+        run: which trainer's run it is of: that of the packets to come.
         generator: what draws projections, `logra.counter.GENERATOR`.
 
     Raises:
@@ -110,6 +113,7 @@ class FullSync:
     update: int
     sketches: Sketches
     kernels: Mapping[str, np.ndarray]
+    run: str = ""
     generator: str = GENERATOR
 
     def __post_init__(self):
@@ -129,7 +133,7 @@ class FullSync:
 
     def to_bytes(self) -> bytes:
         """The message as the bytes of a safetensors file."""
-        return encode(_FULL, _fields(self.update, self.sketches, self.generator), self.kernels)
+        return encode(_FULL, _fields(self), self.kernels)
 
     @classmethod
     def from_bytes(cls, data: Buffer) -> FullSync:
@@ -187,14 +191,15 @@ def _finite(factor: np.ndarray) -> bool:
     return not ((factor.view(np.uint16) & exponent) == exponent).any()
 
 
-def _fields(update: int, sketches: Sketches, generator: str) -> dict[str, str]:
+def _fields(message: Packet | FullSync) -> dict[str, str]:
     return {
-        "update": str(update),
-        "generator": generator,
-        "rank": str(sketches.rank),
-        "seed": str(sketches.seed),
-        "kind": sketches.kind,
-        "dtype": sketches.dtype,
+        "update": str(message.update),
+        "run": message.run,
+        "generator": message.generator,
+        "rank": str(message.sketches.rank),
+        "seed": str(message.sketches.seed),
+        "kind": message.sketches.kind,
+        "dtype": message.sketches.dtype,
     }
 
 
@@ -225,6 +230,7 @@ def _expect(message: Message, kind: str) -> Message:
 def _packet(message: Message) -> Packet:
     return Packet(
         update=message.number("update"),
+        run=message.field("run"),
         generator=message.field("generator"),
         sketches=_sketches(message),
         factors=message.tensors,
@@ -234,6 +240,7 @@ def _packet(message: Message) -> Packet:
 def _full(message: Message) -> FullSync:
     return FullSync(
         update=message.number("update"),
+        run=message.field("run"),
         generator=message.field("generator"),
         sketches=_sketches(message),
         kernels=message.tensors,

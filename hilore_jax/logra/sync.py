@@ -27,7 +27,11 @@ Kernels = Mapping[str, Array]
 
 
 def make_packet(
-    update: int, sketches: Sketches, factors: Mapping[str, Float[Array | np.ndarray, "_ _"]]
+    update: int,
+    sketches: Sketches,
+    factors: Mapping[str, Float[Array | np.ndarray, "_ _"]],
+    *,
+    run: str = "",
 ) -> Packet:
     """The packet of one update, for followers to apply.
 
@@ -36,6 +40,7 @@ def make_packet(
         sketches: the run's settings.
         factors: layer name -> F = bf16(alpha D), bfloat16 `[out, rank]`: the very factors that the
             trainer merges. They are copied to the host.
+        run: name of the trainer's run; a random one tells runs apart that nobody has named.
 
     Returns:
         The packet.
@@ -48,11 +53,15 @@ def make_packet(
         >>> make_packet(0, Sketches(rank=2), factors).nbytes
         12
     """
-    return Packet(update=update, sketches=sketches, factors=_on_host(factors))
+    return Packet(update=update, sketches=sketches, factors=_on_host(factors), run=run)
 
 
 def make_full_sync(
-    update: int, sketches: Sketches, kernels: Mapping[str, Float[Array | np.ndarray, "_ _"]]
+    update: int,
+    sketches: Sketches,
+    kernels: Mapping[str, Float[Array | np.ndarray, "_ _"]],
+    *,
+    run: str = "",
 ) -> FullSync:
     """All weights that packets move, for followers that start late or have lost a packet.
 
@@ -61,6 +70,7 @@ def make_full_sync(
         sketches: the run's settings.
         kernels: layer name -> `[in, out]`, in the dtype that the followers hold. They are copied
             to the host.
+        run: name of the trainer's run, as in its packets.
 
     Returns:
         The message.
@@ -72,7 +82,7 @@ def make_full_sync(
         >>> make_full_sync(0, Sketches(rank=2), {"q": jnp.ones((4, 3))}).nbytes
         48
     """
-    return FullSync(update=update, sketches=sketches, kernels=_on_host(kernels))
+    return FullSync(update=update, sketches=sketches, kernels=_on_host(kernels), run=run)
 
 
 def apply_packet(
@@ -81,6 +91,7 @@ def apply_packet(
     *,
     expected: int,
     sketches: Sketches | None = None,
+    run: str | None = None,
     donate: bool = False,
     rows: int | None = ROWS,
 ) -> dict[str, Array]:
@@ -91,6 +102,7 @@ def apply_packet(
         packet: the update.
         expected: number of the follower's next update.
         sketches: the settings that the follower expects; None: the packet's.
+        run: the run that the follower follows; None: the packet's.
         donate: as for `move_kernels`.
         rows: as for `move_kernels`.
 
@@ -99,8 +111,8 @@ def apply_packet(
 
     Raises:
         GapError: the packet is of another update: some are missing, or it was applied before.
-        PacketError: other settings, layers or shapes than the follower's. Either is raised before
-            any kernel is touched.
+        PacketError: another run, other settings, layers or shapes than the follower's. Either is
+            raised before any kernel is touched.
 
     Example:
         >>> kernels = {"q": jnp.zeros((4, 3))}
@@ -108,14 +120,18 @@ def apply_packet(
         >>> apply_packet(kernels, packet, expected=0)["q"][:, 0].tolist()
         [1.0, -1.0, -1.0, 1.0]
     """
-    check_packet(kernels, packet, expected, sketches)
+    check_packet(kernels, packet, expected, sketches, run)
     return move_kernels(
         kernels, packet.factors, packet.sketches, packet.update, donate=donate, rows=rows
     )
 
 
 def check_packet(
-    kernels: Kernels, packet: Packet, expected: int, sketches: Sketches | None = None
+    kernels: Kernels,
+    packet: Packet,
+    expected: int,
+    sketches: Sketches | None = None,
+    run: str | None = None,
 ) -> None:
     """Refuses a packet that does not continue these kernels.
 
@@ -124,12 +140,19 @@ def check_packet(
         packet: the update.
         expected: number of the follower's next update.
         sketches: the settings that the follower expects; None: the packet's.
+        run: the run that the follower follows; None: the packet's.
 
     Raises:
         GapError: the packet is of another update.
-        PacketError: other settings, layers or shapes.
+        PacketError: another run, other settings, layers or shapes.
     """
     what = f"the packet of update {packet.update}"
+    # First: of another run, the number says nothing.
+    if run is not None and packet.run != run:
+        raise PacketError(
+            f"{what} is of the run {packet.run!r}, the follower's weights are of the run {run!r}: "
+            f"it would move weights that it was not made for; {_REMEDY}"
+        )
     if packet.update > expected:
         raise GapError(
             f"{what} came where that of update {expected} was expected: "

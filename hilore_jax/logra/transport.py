@@ -16,15 +16,17 @@ from hilore_jax.logra.packet import FullSync, Packet
 _POLL = 0.02  # seconds between two looks into the folder
 _NAME = re.compile(r"(packet|full)-(\d{6,})\.safetensors")
 _WANTED = "full-sync-wanted"
+_OWNER = "trainer-run"  # holds the name of the run whose trainer writes here
 
 
 @dataclass(frozen=True)
 class FileTransport:
     """A folder of messages, one file each: `packet-000012.safetensors`, `full-000013.safetensors`.
 
-    One trainer writes, any number of followers read. A file appears whole or not at all, also
-    under an interruption; so it may lie on a disk of several machines that renames atomically. A
-    trainer that goes back to an earlier checkpoint takes a new folder.
+    One trainer writes, any number of followers read; its first message makes the folder its run's.
+    A file appears whole or not at all, also under an interruption; so it may lie on a disk of
+    several machines that renames atomically. A trainer that goes back to an earlier checkpoint
+    takes a new folder.
 
     Attributes:
         folder: where; made if it is not there.
@@ -58,27 +60,33 @@ class FileTransport:
             message: a packet or a full sync.
 
         Returns:
-            Its file. To write the same packet again, after a restart, is allowed.
+            Its file. To write the same message again, after a restart, is allowed.
 
         Raises:
-            ValueError: another packet of that number is there.
+            ValueError: the folder is another run's, or holds another message of that number.
             OSError: the folder cannot be written.
         """
         data, full = message.to_bytes(), isinstance(message, FullSync)
         path = self._path("full" if full else "packet", message.update)
+        self._claim(message.run)
+        there = path.exists()
+        if there and path.read_bytes() != data:
+            raise ValueError(
+                f"{path} holds another {'full sync before' if full else 'packet of'} update "
+                f"{message.update}: followers may have applied it. Take a new folder where a "
+                "trainer starts again, or goes back to an earlier checkpoint"
+            )
         if full:
             # Before it is written: who asks from now on may have missed it, and gets another.
             (Path(self.folder) / _WANTED).unlink(missing_ok=True)
-        elif path.exists():
-            if path.read_bytes() == data:
-                return path
-            raise ValueError(
-                f"{path} holds another packet of update {message.update}: followers may have "
-                "applied it. Take a new folder where a trainer starts again, or goes back to an "
-                "earlier checkpoint"
-            )
-        _write_whole(path, data)
+        if not there:
+            _write_whole(path, data)
         return path
+
+    def owner(self) -> str | None:
+        """The run whose trainer writes here; None: none has yet."""
+        path = Path(self.folder) / _OWNER
+        return path.read_bytes().decode().removesuffix("\n") if path.exists() else None
 
     def packets(self, first: int = 0) -> Iterator[bytes]:
         """The packets that are there, in order and without a gap; waits for none.
@@ -169,6 +177,23 @@ class FileTransport:
         for path in (*old, *Path(self.folder).glob(".*.partial")):
             path.unlink(missing_ok=True)
         return len(old)
+
+    def holds_messages(self) -> bool:
+        """Whether a packet or a full sync lies here."""
+        return bool(self._numbers("packet") or self._numbers("full"))
+
+    def _claim(self, run: str) -> None:
+        """Makes the folder a run's; refuses that of another."""
+        path = Path(self.folder) / _OWNER
+        try:
+            with path.open("xb") as file:  # exclusive: of two trainers that start, one has it
+                file.write(f"{run}\n".encode())
+        except FileExistsError:
+            if self.owner() != run:
+                raise ValueError(
+                    f"the sync folder {self.folder} is of the run {self.owner()!r} ({path.name}), "
+                    f"this message of the run {run!r}: name a folder of its own for each run"
+                ) from None
 
     def _path(self, kind: str, number: int) -> Path:
         return Path(self.folder) / f"{kind}-{number:06d}.safetensors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -55,6 +56,14 @@ def steps(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
+
+
+def newest_meta(folder: Path) -> dict[str, Any]:
+    """The plain values of a folder's newest checkpoint; empty where none can be read."""
+    for step in reversed(steps(folder)):
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((folder / f"{step:08d}" / "meta.json").read_text())
+    return {}
 
 
 def restore(

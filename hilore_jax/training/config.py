@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from hilore_jax.actions import Policy
+from hilore_jax.logra.counter import GENERATOR
 from hilore_jax.planning.ladder import Ladder
 from hilore_jax.spelling import parse_policy
 from hilore_jax.training.config_files import (
@@ -25,7 +26,8 @@ from hilore_jax.training.tasks import parse_args
 # Settings that may change between a run and its continuation.
 _FREE = (
     *("updates", "run_dir", "resume", "save_every", "keep_checkpoints", "log_entropy", "quiet"),
-    *("log_exposure_every", "measure_error_every", "realized_kl_every", "sync"),
+    *("log_exposure_every", "measure_error_every", "realized_kl_every"),
+    *("sync", "sync_full_every"),
     "fixed_gradient_norm",  # it counts where there is such a norm: `trainer._fingerprint`
 )
 
@@ -107,6 +109,9 @@ class TrainConfig:
     """LoGRA: storage of the weights; into bfloat16, steps are rounded at random."""
     sync: str = ""
     """LoGRA: folder to write a packet of each update to, for followers of the weights."""
+    sync_full_every: int = 0
+    """LoGRA: updates between full syncs into that folder, where messages from before the last one
+    are then removed; 0 writes one at the start and for who asks, and keeps all."""
     beta: float = 0.0
     """Weight of the K3 term against the reference model; 0 keeps no reference."""
     clip: float = 0.2
@@ -167,6 +172,8 @@ class TrainConfig:
         settings["lora_rank"] = self.adapter_rank
         if self.optimizer != "logra":  # as in checkpoints from before there was another
             settings = {k: v for k, v in settings.items() if k not in NAMES}
+        else:  # another one draws other projections from the same seed
+            settings["projections' generator"] = GENERATOR
         planned = plan_facts(self.plan, self.gate) if self.plan else {}
         ladder = ladder_digest(self.ladder) if self.ladder else ""
         return settings | {"policy": str(self.parsed_policy), "ladder": ladder} | planned

@@ -68,7 +68,9 @@ class Learner:
         self.reference = self._reference_params(model)
         self._score = make_score(self.graphdef, temperature=config.temperature or 1.0)
         self.strategy = make_strategy(config, shape, self.graphdef, optimizer)
-        self.publisher = Publisher(config.sync, shape, segments) if config.sync else None
+        self.publisher: Publisher | None = None
+        if config.sync:
+            self.publisher = Publisher(config.sync, shape, segments, config.sync_full_every)
         self._factors: dict[str, jax.Array] | None = None
 
     @property
@@ -136,11 +138,13 @@ class Learner:
         plain = {name: np.asarray(value).tolist() for name, value in metrics.items()}
         return plain, Coefficients(omega, np.asarray(micro))
 
-    def publish(self, step: int) -> dict[str, int]:
-        """Writes the packet of the update just made, which had this number; sizes of it, bytes."""
+    def publish(self) -> dict[str, int]:
+        """Writes the packet of the update just made; sizes of it, bytes."""
         if self.publisher is None or self._factors is None:
             return {}
-        return self.publisher.update(step, self._factors, self.state.params)
+        # The state's own count: from it were the projections drawn.
+        number = int(self.state.step) - 1
+        return self.publisher.update(number, self._factors, self.state.params)
 
     def measure_error(self, batch: Batch) -> dict[str, float]:
         """`gradient_error` and `predicted_error` of the update to come, see `measure_error`."""

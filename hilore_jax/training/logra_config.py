@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import optax
 
 from hilore_jax.logra.sketches import Sketches
+from hilore_jax.logra.transport import FileTransport
 from hilore_jax.models.config import LINEARS, DecoderConfig
 from hilore_jax.models.sketched import sketched_config
 from hilore_jax.planning.files import check_folder
+from hilore_jax.training import checkpoint
 from hilore_jax.training.logra_state import LograSettings
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ _LOG = logging.getLogger("hilore_jax")
 # Settings that only LoGRA reads; in no fingerprint of a run without it.
 NAMES = (
     *("optimizer", "rank", "targets", "projection", "update_ratio", "step_control", "kl_budget"),
-    *("kl_updates", "realized_kl_every", "dense", "weights", "sync"),
+    *("kl_updates", "realized_kl_every", "dense", "weights", "sync", "sync_full_every"),
 )
 
 
@@ -146,7 +148,7 @@ def logra_faults(config: TrainConfig) -> list[str]:
         found.append(f"rank must be >= 1, found {config.rank}")
     if not 0 < config.update_ratio < math.inf:
         found.append(f"update_ratio must be finite and > 0, found {config.update_ratio}")
-    for name, least in {"kl_updates": 1, "realized_kl_every": 0}.items():
+    for name, least in {"kl_updates": 1, "realized_kl_every": 0, "sync_full_every": 0}.items():
         if getattr(config, name) < least:
             found.append(f"{name} must be >= {least}, found {getattr(config, name)}")
     checks: dict[str, Any] = {"kl_budget": kl_budget_of, "targets": lambda _: targets_of(config)}
@@ -200,7 +202,7 @@ def _idle(config: TrainConfig) -> list[str]:
 
 def _sync_faults(config: TrainConfig) -> list[str]:
     if not config.sync:
-        return []
+        return ["sync_full_every without sync: name a folder"] if config.sync_full_every else []
     folder = Path(config.sync)
     if folder.exists() and not folder.is_dir():
         return [f"sync '{folder}' is a file, expected a folder"]
@@ -208,14 +210,25 @@ def _sync_faults(config: TrainConfig) -> list[str]:
         check_folder(folder, f"sync '{folder}'")
     except ValueError as error:
         return [str(error).rstrip(".")]
-    if not config.resume and any(folder.glob("packet-*.safetensors")):
-        return [f"sync '{folder}' holds the packets of another run; name a new folder"]
+    if folder.is_dir() and (fault := _other_run(config, FileTransport(folder))):
+        return [f"sync '{folder}' {fault}; name a new folder"]
     if config.dense != "frozen":
         return [
             f"sync with dense {config.dense}: packets carry the factors of sketched weights alone, "
             "and followers would keep the others' first values; take --dense frozen"
         ]
     return []
+
+
+def _other_run(config: TrainConfig, sync: FileTransport) -> str:
+    """What in a folder is not of the run that the settings begin or resume; empty: nothing."""
+    if not config.resume:
+        used = sync.owner() is not None or sync.holds_messages()
+        return "holds the messages of another run" if used else ""
+    own = checkpoint.newest_meta(Path(config.run_dir) / "checkpoints").get("run")
+    if sync.owner() in (None, own):
+        return ""
+    return f"is of the run {sync.owner()!r}, run_dir '{config.run_dir}' of {own!r}"
 
 
 def left_over(config: TrainConfig | PlanConfig) -> list[str]:

@@ -23,18 +23,33 @@ class Publisher:
         folder: of a `FileTransport`.
         config: of the sketched model.
         segments: blocks in each of its stacks.
+        full_every: updates between full syncs that nobody asked for; with each of them, messages
+            from before the last such one, or the start, are removed. 0: none, and nothing is.
     """
 
-    def __init__(self, folder: str, config: DecoderConfig, segments: tuple[int, ...]):
+    def __init__(
+        self, folder: str, config: DecoderConfig, segments: tuple[int, ...], full_every: int = 0
+    ):
         if config.sketches is None:
             raise ValueError("a Publisher needs a config with sketches, found None")
         self._transport = FileTransport(folder)
         self._sketches = config.sketches.sketches
         self._stacks = sketched_stacks(config, segments)
+        self._full_every, self._last, self._run = full_every, 0, ""
 
-    def start(self, update: int, params: nnx.State) -> None:
-        """Writes the weights from before an update."""
-        self._transport.send(full_sync(update, self._sketches, self._stacks, params))
+    def start(self, update: int, params: nnx.State, run: str) -> None:
+        """Writes the weights from before an update, the first one that this process makes.
+
+        Args:
+            update: its number.
+            params: the weights before it.
+            run: name of the run, of all that is written from now on.
+
+        Raises:
+            ValueError: the folder is another run's, or holds other weights from before that update.
+        """
+        self._run, self._last = run, update
+        self._send_full(update, params)
 
     def update(
         self, update: int, factors: Mapping[str, Array], params: nnx.State
@@ -50,24 +65,38 @@ class Publisher:
             `sync/packet_bytes`, and `sync/full_bytes` of the weights that it moved.
 
         Raises:
-            ValueError: the folder holds another packet of that number.
+            ValueError: the folder is another run's, or holds another packet of that number.
         """
         packet = Packet(
-            update=update, sketches=self._sketches, factors=by_layer(self._stacks, factors)
+            update=update,
+            sketches=self._sketches,
+            factors=by_layer(self._stacks, factors),
+            run=self._run,
         )
         self._transport.send(packet)
-        if self._transport.wanted():
-            self.start(update + 1, params)
+        due = self._full_every > 0 and (update + 1) % self._full_every == 0
+        if due or self._transport.wanted():
+            self._send_full(update + 1, params)
+        if due:
+            self._transport.prune(self._last)
+            self._last = update + 1
         full = sum(kernel.nbytes for kernel in _kernels(self._stacks, params).values())
         return {"sync/packet_bytes": packet.nbytes, "sync/full_bytes": full}
 
+    def _send_full(self, update: int, params: nnx.State) -> None:
+        self._transport.send(full_sync(update, self._sketches, self._stacks, params, self._run))
+
 
 def full_sync(
-    update: int, sketches: Sketches, stacks: tuple[SketchedStack, ...], params: nnx.State
+    update: int,
+    sketches: Sketches,
+    stacks: tuple[SketchedStack, ...],
+    params: nnx.State,
+    run: str = "",
 ) -> FullSync:
     """The weights that a run's packets move, from before an update."""
     kernels = by_layer(stacks, _kernels(stacks, params))
-    return FullSync(update=update, sketches=sketches, kernels=kernels)
+    return FullSync(update=update, sketches=sketches, kernels=kernels, run=run)
 
 
 def by_layer(

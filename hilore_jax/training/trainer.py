@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import json
 import platform
+import secrets
 import signal
 import sys
 import threading
@@ -71,9 +72,9 @@ def train(
 
     Raises:
         ValueError: settings that are wrong, or that differ from the checkpoint's; a prompt that is
-            too long or a reward that fails.
-        FloatingPointError: an update that was not finite; names the row and position. Here and
-            for a failed reward the updates before are kept in a checkpoint.
+            too long, a reward that fails, or a packet that the sync folder does not take.
+        FloatingPointError: an update that was not finite; names the row and position. Here, for
+            a failed reward and for a packet, the updates made are kept in a checkpoint.
         KeyboardInterrupt: a second SIGINT or SIGTERM; the metrics and the last checkpoint stay.
     """
     check(config)
@@ -85,13 +86,13 @@ def train(
     _say(config, "compiling; the first update takes longer than the others")
     run_dir = Path(config.run_dir)
     learner = Learner(config, parts.model) if learner is None else learner
-    start = _resume(config, learner) if config.resume else 0
+    start, name = _resume(config, learner) if config.resume else (0, secrets.token_hex(8))
     run_dir.mkdir(parents=True, exist_ok=True)
     _write_json(run_dir / "config.json", dataclasses.asdict(config))
     _write_json(run_dir / "versions.json", versions(config))
     drop_records(run_dir, start)
     if learner.publisher is not None:
-        learner.publisher.start(start, learner.state.params)
+        learner.publisher.start(start, learner.state.params, name)
     seen: list[dict[str, Any]] = []
     saved = start if start else None
     progress = Progress(config.updates, start, quiet=config.quiet)
@@ -106,19 +107,25 @@ def train(
             try:
                 metrics, batch = _one_update(config, parts, learner, step)
             except (ValueError, FloatingPointError):  # the state is as the last update left it
-                if step and saved != step:
-                    _save(config, learner, step)
+                if saved != int(learner.state.step) > 0:
+                    _save(config, learner, name)
                 raise
             step += 1
+            try:
+                metrics |= learner.publish()
+            except (ValueError, OSError):  # the update itself is done
+                writer.write(metrics)
+                _save(config, learner, name)
+                raise
             writer.write(metrics)
             progress.update(metrics)
             seen.append(metrics)
             if on_update is not None:
                 on_update(metrics, batch)
             if config.save_every and step % config.save_every == 0:
-                saved = _save(config, learner, step)
+                saved = _save(config, learner, name)
         if saved != step:
-            _save(config, learner, step)
+            _save(config, learner, name)
     stopped_by = requests[0] if step < config.updates else None
     return Run(learner.graphdef, learner.state, tuple(seen), stopped_by)
 
@@ -166,7 +173,6 @@ def _one_update(
     ready = time.perf_counter()
     metrics, coefficients = learner.update(batch)
     done = time.perf_counter()
-    metrics |= learner.publish(step)
     if not _is_due(config.realized_kl_every, step):
         metrics.pop("realized_kl", None)
     if _is_due(config.log_exposure_every, step):
@@ -210,15 +216,18 @@ def _fingerprint(config: TrainConfig, learner: Learner) -> dict[str, Any]:
     return {**config.fingerprint(), "gradient norm of risks": follows}
 
 
-def _save(config: TrainConfig, learner: Learner, step: int) -> int:
+def _save(config: TrainConfig, learner: Learner, name: str) -> int:
+    step = int(learner.state.step)  # the state's own, so that no checkpoint's name can be wrong
     meta = {"fingerprint": _fingerprint(config, learner), "data_position": step * config.prompts}
+    meta["run"] = name
     folder = Path(config.run_dir) / "checkpoints"
     tree = _checkpointed(learner.state)
     checkpoint.save(folder, step, tree, meta, keep_latest=config.keep_checkpoints)
     return step
 
 
-def _resume(config: TrainConfig, learner: Learner) -> int:
+def _resume(config: TrainConfig, learner: Learner) -> tuple[int, str]:
+    """Puts the newest checkpoint into the learner; updates that it has, and the run's name."""
     found = checkpoint.restore(
         Path(config.run_dir) / "checkpoints",
         _checkpointed(learner.state),
@@ -230,8 +239,16 @@ def _resume(config: TrainConfig, learner: Learner) -> int:
             "another run folder"
         )
     tree, meta = found
+    step, made = int(meta["step"]), int(tree["step"])
+    if made != step:
+        raise ValueError(
+            f"{config.run_dir}/checkpoints/{step:08d} holds the state after update {made}, its "
+            f"name says {step}: it would repeat or leave out updates. Remove it, to resume from "
+            "the checkpoint before, or start anew in another run folder"
+        )
     learner.state = dataclasses.replace(learner.state, **tree)
-    return int(meta["step"])
+    # Those of before had no name; of LoGRA runs, whose packets need one, these are not resumed.
+    return step, meta.get("run") or secrets.token_hex(8)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -65,6 +65,35 @@ def test_settings_are_held_to_until_a_full_sync_changes_them():
     assert follower.apply(other).sketches == other.sketches
 
 
+def test_packets_of_another_run_are_refused_until_a_full_sync_of_it(tmp_path):
+    """Same settings, same number, other weights before: nothing else tells the two apart."""
+    follower = Follower.start(replace(start_of(), run="a"))
+    assert follower.state().run == "a"
+    with pytest.raises(PacketError, match=r"is of the run 'b', .* of the run 'a': .* full sync"):
+        follower.apply(replace(packet_of(0), run="b"))
+    assert follower.apply(replace(packet_of(0), run="a")).update == 1
+    transport = FileTransport(tmp_path)
+    transport.send(replace(packet_of(0), run="b"))
+    transport.send(replace(start_of(update=1), run="b"))
+    follower = follow(follower, transport, timeout=0.0)
+    assert (follower.update, follower.run) == (1, "b")
+    assert follower.apply(replace(packet_of(1), run="b")).update == 2
+
+
+@pytest.mark.parametrize("lost", [TimeoutError, ConnectionResetError])
+def test_what_was_refused_is_said_where_no_full_sync_comes(lost):
+    class Receiver:
+        def receive(self, update, timeout=0.0):
+            return packet_of(2).to_bytes()
+
+        def full_sync(self, at_least, timeout=0.0):
+            raise lost("nothing came")
+
+    kind = TimeoutError if lost is TimeoutError else ConnectionError
+    with pytest.raises(kind, match=r"^nothing came. .* refused: the packet of update 2 .* missing"):
+        follow(Follower.start(start_of()), Receiver(), timeout=0.0)
+
+
 @pytest.mark.parametrize(
     "kernels",
     [

@@ -26,9 +26,10 @@ from small_run import packet_of, same_bits, start_of
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FACTORS = {"b.q": np.array([[1.5], [-2.0]], BFLOAT16), "a.v": np.array([[0.25]], BFLOAT16)}
-PACKET = Packet(update=3, sketches=Sketches(rank=1, seed=9), factors=FACTORS)
+PACKET = Packet(update=3, sketches=Sketches(rank=1, seed=9), factors=FACTORS, run="a1")
 FIELDS = {
     "update": "3",
+    "run": "a1",
     "generator": PACKET.generator,
     "rank": "1",
     "seed": "9",
@@ -51,7 +52,8 @@ def packets(draw):
         drawn = draw(st.lists(bits, min_size=rows * rank, max_size=rows * rank))
         factors[layer] = np.array(drawn, np.uint16).view(BFLOAT16).reshape(rows, rank)
     sketches = Sketches(rank=rank, seed=seed, kind=kind, dtype=dtype)
-    return Packet(update=draw(st.integers(0, 2**31 - 1)), sketches=sketches, factors=factors)
+    update, run = draw(st.integers(0, 2**31 - 1)), draw(st.text(max_size=3))
+    return Packet(update=update, sketches=sketches, factors=factors, run=run)
 
 
 @hypothesis.given(packets())
@@ -59,6 +61,7 @@ def test_a_packet_comes_back_as_it_was(packet):
     data = packet.to_bytes()
     found = Packet.from_bytes(data)
     assert (found.update, found.sketches) == (packet.update, packet.sketches)
+    assert found.run == packet.run
     assert found.generator == packet.generator and same_bits(found.factors, packet.factors)
     assert found.to_bytes() == data
     backwards = dict(reversed(packet.factors.items()))
@@ -68,9 +71,9 @@ def test_a_packet_comes_back_as_it_was(packet):
 
 def test_a_full_sync_comes_back_as_it_was():
     for dtype in (np.float32, BFLOAT16):
-        full = start_of(dtype, 2)
+        full = replace(start_of(dtype, 2), run="a1")
         found = FullSync.from_bytes(memoryview(bytearray(full.to_bytes())))
-        assert (found.update, found.sketches) == (2, full.sketches)
+        assert (found.update, found.sketches, found.run) == (2, full.sketches, "a1")
         assert same_bits(found.kernels, full.kernels)
         assert isinstance(read_message(full.to_bytes()), FullSync)
     assert isinstance(read_message(PACKET.to_bytes()), Packet)
@@ -125,7 +128,7 @@ def header(fields):
     return len(text).to_bytes(8, "little") + text
 
 
-META = {"checksum": "0" * 64, "message": "packet", "schema": "1"}
+META = {"checksum": "0" * 64, "message": "packet", "schema": str(message.SCHEMA)}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,8 @@ META = {"checksum": "0" * 64, "message": "packet", "schema": "1"}
         (header({}), "without the header of one"),
         (safetensors.numpy.save({"a": np.ones(2, np.float32)}), "without the header of one"),
         (header({"__metadata__": {**META, "update": 3}}), "values that are no text"),
-        (header({"__metadata__": {**META, "schema": "one"}}), "schema 'one', expected 1"),
+        (header({"__metadata__": {**META, "schema": "one"}}), "schema 'one', expected 2"),
+        (header({"__metadata__": {**META, "schema": "1"}}), "schema '1', expected 2"),
         (header({"__metadata__": META}), "checksum is wrong"),
         (header({"__metadata__": META, "q": 1}), "no tensors that fit"),
         (
@@ -161,7 +165,7 @@ def test_a_newer_schema_says_to_upgrade(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(message, "SCHEMA", message.SCHEMA + 1)
         data = PACKET.to_bytes()
-    with pytest.raises(PacketError, match=r"schema 2, .* reads up to 1: .* newer version"):
+    with pytest.raises(PacketError, match=r"schema 3, .* reads up to 2: .* newer version"):
         Packet.from_bytes(data)
 
 

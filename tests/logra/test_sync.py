@@ -92,6 +92,11 @@ def changed(update=2, **changes):
     return replace(packet_of(update), **changes)
 
 
+def narrow(update):
+    factors = {layer: factor[:, :3] for layer, factor in factors_of(update).items()}
+    return make_packet(update, replace(SKETCHES, rank=3), factors)
+
+
 FACTORS = dict(packet_of(2).factors)
 LESS = {layer: FACTORS[layer] for layer in list(FACTORS)[1:]}
 SHORT = FACTORS | {"blocks.1.q_proj": FACTORS["blocks.1.q_proj"][:-1]}
@@ -103,7 +108,21 @@ SHORT = FACTORS | {"blocks.1.q_proj": FACTORS["blocks.1.q_proj"][:-1]}
     [
         (changed(4), GapError, r"update 4 came where .* 2 was expected: 2 missing; ask .* full"),
         (changed(1), GapError, r"update 1 was applied before, that of update 2 is expected"),
-        (changed(sketches=Sketches(rank=4)), PacketError, r"settings .*seed=0.* expected .*seed=5"),
+        (
+            changed(run="b"),
+            PacketError,
+            "is of the run 'b', the follower's weights .* of the run ''",
+        ),
+        (changed(7, run="b"), PacketError, "is of the run 'b'"),
+        *(
+            (changed(sketches=replace(SKETCHES, **other)), PacketError, f"settings .*{told}.*, exp")
+            for other, told in (
+                ({"seed": 6}, "seed=6"),
+                ({"kind": "gaussian"}, "kind='gaussian'"),
+                ({"dtype": "bfloat16"}, "dtype='bfloat16'"),
+            )
+        ),
+        (narrow(2), PacketError, r"settings .*rank=3.*, expected .*rank=4"),
         (changed(factors=LESS), PacketError, r"blocks.0.q_proj \(1\) are missing from it"),
         (
             changed(factors=FACTORS | {"head": FACTORS["blocks.1.q_proj"]}),
@@ -116,7 +135,7 @@ SHORT = FACTORS | {"blocks.1.q_proj": FACTORS["blocks.1.q_proj"][:-1]}
 def test_what_does_not_fit_is_refused_before_anything_moves(packet, error, told, donate):
     kernels = kernels_of()
     with pytest.raises(error, match=told):
-        apply_packet(kernels, packet, expected=2, sketches=SKETCHES, donate=donate)
+        apply_packet(kernels, packet, expected=2, sketches=SKETCHES, run="", donate=donate)
     assert same_bits(kernels, kernels_of())  # which a donated array would not let itself be asked
     moved = apply_packet(kernels, packet_of(2), expected=2, sketches=SKETCHES, donate=donate)
     assert same_bits(moved, move_kernels(kernels_of(), factors_of(2), SKETCHES, 2))

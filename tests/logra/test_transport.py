@@ -3,18 +3,24 @@
 import os
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
-from hilore_jax.logra import FileTransport, GapError, transport
-from small_run import packet_of, start_of
+from hilore_jax.logra import FileTransport, GapError, make_full_sync, transport
+from small_run import SKETCHES, kernels_of, packet_of, start_of, trained
+
+
+def messages(folder):
+    """The files of a folder but that of its owner."""
+    return sorted(set(os.listdir(folder)) - {"trainer-run"})
 
 
 def test_packets_are_files_in_order(tmp_path):
     folder = FileTransport(tmp_path / "a" / "b")
     for update in (10, 9, 12):
         folder.send(packet_of(update))
-    assert sorted(os.listdir(folder.folder)) == [
+    assert messages(folder.folder) == [
         f"packet-0000{update}.safetensors" for update in ("09", 10, 12)
     ]
     assert list(folder.packets(9)) == [packet_of(9).to_bytes(), packet_of(10).to_bytes()]
@@ -53,7 +59,7 @@ def test_half_written_files_are_not_seen(tmp_path, monkeypatch):
         patch.setattr(transport.os, "fsync", stops)
         with pytest.raises(KeyboardInterrupt):
             folder.send(packet_of(0))
-    assert synced and os.listdir(tmp_path) == []
+    assert synced and messages(tmp_path) == []
     partial = tmp_path / ".packet-000000.safetensors.1.2.partial"
     partial.write_bytes(packet_of(0).to_bytes()[:50])
     (tmp_path / "packet-x.safetensors").touch()
@@ -69,7 +75,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     seen, fsync = [], os.fsync
 
     def noted(number):
-        seen.append(sorted(os.listdir(tmp_path)))
+        seen.append(messages(tmp_path))
         fsync(number)
 
     monkeypatch.setattr(transport.os, "fsync", noted)
@@ -86,7 +92,7 @@ def test_pruned_packets_are_a_gap(tmp_path):
     folder.send(start_of(update=1))
     folder.send(start_of(update=3))
     assert folder.prune(3) == 4
-    assert sorted(os.listdir(tmp_path)) == ["full-000003.safetensors", "packet-000003.safetensors"]
+    assert messages(tmp_path) == ["full-000003.safetensors", "packet-000003.safetensors"]
     with pytest.raises(GapError, match=r"packet-000003.safetensors is: the packet was removed"):
         folder.receive(1, timeout=60.0)
 
@@ -117,6 +123,32 @@ def test_a_packet_is_never_replaced_by_another(tmp_path):
     with pytest.raises(ValueError, match=r"holds another packet of update 0.*Take a new folder"):
         folder.send(packet_of(0))
     assert path.read_bytes() == packet_of(1).to_bytes()
+
+
+def test_a_full_sync_is_never_replaced_by_another(tmp_path):
+    folder = FileTransport(tmp_path)
+    path = folder.send(start_of())
+    (tmp_path / "full-sync-wanted").touch()
+    other = make_full_sync(0, SKETCHES, trained(kernels_of(), range(1)))
+    with pytest.raises(ValueError, match=r"holds another full sync before update 0.*new folder"):
+        folder.send(other)
+    assert path.read_bytes() == start_of().to_bytes() and folder.wanted()
+    assert folder.send(start_of()) == path and not folder.wanted()
+
+
+def test_a_folder_is_of_the_first_run_that_writes_to_it(tmp_path):
+    folder, other = FileTransport(tmp_path), FileTransport(tmp_path)
+    assert folder.owner() is None and not folder.holds_messages()
+    folder.send(replace(start_of(), run="a"))
+    assert other.owner() == "a" and other.holds_messages()
+    for message in (packet_of(0), start_of(update=1)):
+        with pytest.raises(ValueError, match=r"is of the run 'a' \(trainer-run\), .* the run 'b'"):
+            other.send(replace(message, run="b"))
+        assert messages(tmp_path) == ["full-000000.safetensors"]
+    other.send(replace(packet_of(0), run="a"))  # as after a restart
+    (tmp_path / "trainer-run").write_text("")  # as of a trainer that stopped while it made it
+    with pytest.raises(ValueError, match="is of the run ''"):
+        folder.send(replace(packet_of(1), run="a"))
 
 
 def test_a_file_is_no_folder(tmp_path):

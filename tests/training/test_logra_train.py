@@ -13,19 +13,22 @@ import pytest
 
 import hilore_jax as hl
 from hilore_jax import cli
-from hilore_jax.logra import FileTransport, Follower
+from hilore_jax.logra import FileTransport, Follower, FullSync, Packet, Sketches
 from hilore_jax.models.sketched import sketched_stacks, stacked
 from hilore_jax.planning.fingerprint import fingerprint
 from hilore_jax.planning.menu import Entry
+from hilore_jax.training import checkpoint
+from hilore_jax.training import config as config_module
 from hilore_jax.training.abstract import check_plan, training_update
 from hilore_jax.training.accept_command import AcceptOptions, run_accept
 from hilore_jax.training.config import TrainConfig, faults
 from hilore_jax.training.learner import Learner
-from hilore_jax.training.logra_config import run_shape
+from hilore_jax.training.logra_config import run_shape, settings_of, sketches_of
+from hilore_jax.training.logra_state import LograSettings
 from hilore_jax.training.metrics import read_metrics
 from hilore_jax.training.parts import check_model
 from hilore_jax.training.plan_command import PlanConfig, abstract_update, run_plan
-from hilore_jax.training.publish import by_layer
+from hilore_jax.training.publish import Publisher, by_layer
 from hilore_jax.training.trainer import train
 from plans import bare_plan
 
@@ -51,7 +54,7 @@ GC = hl.Policy({})
 
 @pytest.fixture(scope="module")
 def shared(parts, tmp_path_factory):
-    """(learner, parts, first state, sync folder): the update is compiled once for all tests.
+    """(learner, parts, first state): the update is compiled once for all tests.
 
     Rewards are a hash of the text, so that every update has an advantage.
     """
@@ -60,7 +63,7 @@ def shared(parts, tmp_path_factory):
     built = dataclasses.replace(built, task=dataclasses.replace(built.task, score=score))
     folder = str(tmp_path_factory.mktemp("sync"))
     learner = Learner(dataclasses.replace(SETTINGS, sync=folder), built.model)
-    return learner, built, jax.tree.map(jnp.copy, learner.state), folder
+    return learner, built, jax.tree.map(jnp.copy, learner.state)
 
 
 @pytest.fixture
@@ -70,14 +73,24 @@ def config(tmp_path):
 
 @pytest.fixture
 def run(shared):
-    """`train` as a new process would: the learner starts from the first state again."""
-    learner, built, start, _ = shared
+    """`train` as a new process would: the learner starts from the first state again.
 
-    def begin(config, **options):
+    Packets go to `config.sync`, or to a folder beside the run's.
+    """
+    learner, built, start = shared
+
+    def begin(config, built=built, **options):
         learner.state = jax.tree.map(jnp.copy, start)
+        shape = run_shape(SETTINGS, built.model.config)
+        folder = config.sync or sync_of(config)
+        learner.publisher = Publisher(folder, shape, (2,), config.sync_full_every)
         return train(config, built, learner=learner, **options)
 
     return begin
+
+
+def sync_of(config):
+    return f"{config.run_dir}-sync"
 
 
 def lines(config):
@@ -101,7 +114,7 @@ def test_a_run_is_one_trace_and_followers_have_its_weights(run, shared, config):
         assert line["sync/packet_bytes"] == 2 * 2 * 3 * (16 + 16)
         assert line["sync/full_bytes"] == 2 * 4 * 16 * (16 + 24)
     stacks = sketched_stacks(run_shape(config, shared[1].model.config), (2,))
-    transport = FileTransport(shared[3])
+    transport = FileTransport(sync_of(config))
     follower = Follower.start(transport.full_sync(0, timeout=0.0))
     for packet in transport.packets():
         follower = follower.apply(packet)
@@ -117,8 +130,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, config, tmp_pat
     whole = run(config)
     parted = dataclasses.replace(config, run_dir=str(tmp_path / "parted"))
     half = run(dataclasses.replace(parted, updates=2))
-    # Packets are those of the first run, or the folder would refuse them.
     resumed = run(dataclasses.replace(parted, resume=True))
+    sync, other = FileTransport(sync_of(parted)), FileTransport(sync_of(config))
+    names = [Packet.from_bytes(packet).run for packet in sync.packets()]
+    assert names == [sync.owner()] * 3 and sync.owner() != other.owner()
+    found = FullSync.from_bytes(sync.full_sync(2, timeout=0.0))  # the resumed run's start
+    assert (found.update, found.run) == (2, sync.owner())
+    again = [Packet.from_bytes(packet).factors for packet in other.packets()]
+    for one, packet in zip(again, sync.packets(), strict=True):
+        assert all(np.array_equal(one[k], f) for k, f in Packet.from_bytes(packet).factors.items())
     assert [m["step"] for m in resumed.metrics] == [3]
     ends = [weights(one.state) for one in (whole, half, resumed)]
     for want, found in zip(ends[0], ends[2], strict=True):
@@ -157,6 +177,8 @@ def test_a_checkpoint_of_other_sketches_is_refused_by_name(run, config, change, 
         ({"kl_budget": "2e-4"}, "kl_budget '2e-4': expected"),
         ({"update_ratio": 0.0}, "update_ratio must be finite and > 0"),
         ({"kl_updates": 0}, "kl_updates must be >= 1"),
+        ({"sync": "packets", "sync_full_every": -1}, "sync_full_every must be >= 0"),
+        ({"sync_full_every": 2}, "sync_full_every without sync: name a folder"),
         ({"targets": "qkv"}, "targets qkv: expected all, or some of q_proj"),
         ({"skip_rows": True}, "optimizer logra with skip_rows"),
         ({"pack_by_exposure": True}, "optimizer logra with pack_by_exposure"),
@@ -183,13 +205,17 @@ def test_bad_settings_are_named_before_anything_is_loaded(config, change, messag
         raise ValueError(found[0])
 
 
-def test_a_folder_with_the_packets_of_another_run_is_refused(config, tmp_path):
-    (tmp_path / "packet-000000.safetensors").touch()
+@pytest.mark.parametrize(
+    "name", ["packet-000000.safetensors", "full-000007.safetensors", "trainer-run"]
+)
+def test_a_folder_with_the_messages_of_another_run_is_refused(config, tmp_path, name):
+    (tmp_path / name).touch()
     again = dataclasses.replace(config, sync=str(tmp_path))
     assert faults(again) == [
-        f"sync '{tmp_path}' holds the packets of another run; name a new folder"
+        f"sync '{tmp_path}' holds the messages of another run; name a new folder"
     ]
-    (tmp_path / "packet-000000.safetensors").unlink()
+    (tmp_path / name).unlink()
+    (tmp_path / "full-sync-wanted").touch()  # by a follower that was there first
     assert faults(again) == []
 
 
@@ -223,6 +249,95 @@ def test_a_plan_of_sketches_is_not_for_acceptance(tmp_path):
     bare_plan((GC, GC), menu, fingerprint=facts).save(tmp_path / "plan.json")
     with pytest.raises(ValueError, match=r"plan\.json is for updates of LoGRA, .* whole gradients"):
         run_accept(AcceptOptions(plan=str(tmp_path / "plan.json")))
+
+
+def test_a_folder_that_cannot_be_made_is_refused(config, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "file/sync", "link", "link/sync"):
+        (found,) = faults(dataclasses.replace(config, sync=str(tmp_path / name)))
+        assert "is a file, expected a folder" in found
+
+
+def test_a_refused_packet_keeps_its_update_and_the_run_goes_on_elsewhere(run, shared, config):
+    whole = run(dataclasses.replace(config, run_dir=config.run_dir + "-whole"))
+    publisher_of, sent = Publisher.update, []
+
+    def refuses(self, update, factors, params):
+        sent.append(update)
+        if update == 1:
+            raise ValueError("the folder does not take it")
+        return publisher_of(self, update, factors, params)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Publisher, "update", refuses)
+        with pytest.raises(ValueError, match="does not take it"):
+            run(config)
+    assert sent == [0, 1] and [line["step"] for line in lines(config)] == [1, 2]
+    assert checkpoint.steps(Path(config.run_dir) / "checkpoints") == [2]
+    # Another run's folder is refused before anything is loaded, one of its own is taken.
+    again = dataclasses.replace(config, resume=True, sync=sync_of(config) + "2")
+    resumed = run(again)
+    assert [m["step"] for m in resumed.metrics] == [3]
+    for want, found in zip(weights(whole.state), weights(resumed.state), strict=True):
+        np.testing.assert_array_equal(found, want)
+    assert FileTransport(again.sync).owner() == FileTransport(sync_of(config)).owner()
+    foreign = config.run_dir + "-whole-sync"
+    (fault,) = faults(dataclasses.replace(again, sync=foreign))
+    assert f"sync '{foreign}' is of the run" in fault and fault.endswith("name a new folder")
+    assert faults(again) == []
+
+
+def test_a_checkpoint_whose_state_is_of_another_update_is_refused(run, config):
+    run(dataclasses.replace(config, updates=2))
+    folder = Path(config.run_dir) / "checkpoints"
+    (folder / "00000002").rename(folder / "00000001")
+    meta = json.loads((folder / "00000001" / "meta.json").read_text())
+    (folder / "00000001" / "meta.json").write_text(json.dumps(meta | {"step": 1}))
+    with pytest.raises(ValueError, match=r"00000001 holds the state after update 2, .*says 1.*Rem"):
+        run(dataclasses.replace(config, resume=True))
+
+
+VALUES = {
+    "rank": 4,
+    "seed": 1,
+    "projection": "gaussian",
+    "dtype": "bfloat16",
+    "targets": "q_proj",
+    "update_ratio": 2e-2,
+    "step_control": False,
+    "kl_budget": "2e-3:1e-4",
+    "kl_updates": 7,
+    "dense": "adamw",
+    "weights": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), VALUES.items())
+def test_every_setting_is_part_of_the_run(name, value):
+    other = dataclasses.replace(SETTINGS, **{name: value})
+    changed = {k for k, v in other.fingerprint().items() if v != SETTINGS.fingerprint().get(k)}
+    assert changed == {name}
+
+
+def test_settings_and_sketches_are_those_of_the_command_line():
+    config = dataclasses.replace(SETTINGS, **VALUES, realized_kl_every=5)
+    assert sketches_of(config) == Sketches(rank=4, seed=1, kind="gaussian", dtype="bfloat16")
+    assert settings_of(config) == LograSettings(
+        update_ratio=2e-2,
+        step_control=False,
+        kl_budget=(2e-3, 1e-4),
+        kl_updates=7,
+        realized_kl_every=5,
+    )
+
+
+def test_a_checkpoint_of_another_generator_is_refused(run, config, monkeypatch):
+    run(dataclasses.replace(config, updates=1))
+    monkeypatch.setattr(config_module, "GENERATOR", "philox")
+    with pytest.raises(ValueError, match=r"generator: checkpoint 'threefry2x32-20', .* 'philox'"):
+        run(dataclasses.replace(config, resume=True))
+    assert "projections' generator" not in TrainConfig().fingerprint()
 
 
 def test_a_ladder_and_a_gate_are_refused(config):
