@@ -48,8 +48,8 @@ def choose_flags(
         seconds: `[blocks]`, saved by decoding; a block that saves nothing never decodes.
         exposure: scalar `sum_t |omega_t|` of the microbatch. NaN, infinite or negative: no flag; 0:
             all blocks that save time.
-        budget: scalar, see `share_of_budget`. NaN or negative: no flag; 0: blocks without risk
-            only.
+        budget: scalar, see `share_of_budget`. NaN, infinite, negative or 0: no flag, whatever the
+            risks: a budget of 0 admits no compression.
         paper: risks add linearly, as in the paper.
 
     Returns:
@@ -64,7 +64,7 @@ def choose_flags(
     c, s, e, b = (jnp.asarray(a, jnp.float32) for a in (coefficients, seconds, exposure, budget))
     units = c.shape[0]
     tiny = float(jnp.finfo(jnp.float32).tiny)
-    known = (e >= 0) & jnp.isfinite(e) & (b >= 0) & jnp.isfinite(b)
+    known = (e >= 0) & jnp.isfinite(e) & (b > 0) & jnp.isfinite(b)
     # Relative to the budget, so that squares neither overflow nor vanish; rounded up from zero.
     per_budget = jnp.where(e == 0, 0.0, jnp.maximum(e / b, tiny))
     relative = jnp.where((c == 0) | (e == 0), 0.0, c * per_budget)

@@ -116,9 +116,9 @@ def test_an_unknown_exposure_licenses_nothing(exposure):
 def test_edges_of_exposure_and_budget():
     c, s = [0.0, 1.0, 1e30, INF, NAN, -1.0, 1.0], [1, 1, 1, 1, 1, 1, 0.0]
     assert flags(c, s, 0.0, 0.01)[0].tolist() == [1, 1, 1, 0, 0, 0, 0]
-    assert flags(c, s, 0.0, 0.0)[0].tolist() == [1, 1, 1, 0, 0, 0, 0]
-    assert flags(c, s, 1.0, 0.0)[0].tolist() == [1, 0, 0, 0, 0, 0, 0]
-    assert flags(c, s, 1e-30, 0.0)[0].tolist() == [1, 0, 0, 0, 0, 0, 0]
+    for exposure in (0.0, 1e-30, 1.0):  # no budget: not even what has no risk
+        found, chosen = flags(c, s, exposure, 0.0)
+        assert found.sum() == 0 and float(chosen.risk_used) == 0
     assert flags(c, s, 1.0, 2.0)[0].tolist() == [1, 1, 0, 0, 0, 0, 0]
     for budget in (-1.0, NAN, INF):
         assert flags(c, s, 1.0, budget)[0].sum() == 0

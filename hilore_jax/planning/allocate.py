@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hilore_jax.actions import Policy
+from hilore_jax.actions import Compress, Policy
 from hilore_jax.planning.knapsack import solve
 from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.problem import Knapsack
@@ -88,7 +88,8 @@ def allocate(
     Args:
         menus: a block's entries, one sequence a block. An entry of infinite risk is never taken.
         memory: bytes, over all blocks.
-        risk: relative gradient error; 0: nothing is compressed.
+        risk: relative gradient error; 0: nothing is compressed, not even what was measured to have
+            no risk.
         paper: add risks linearly, as the paper does.
 
     Returns:
@@ -112,9 +113,10 @@ def allocate(
     if missing:
         block = members[missing[0]][0]
         least = min(entry.risk for entry in menus[block])
+        compressed = " or compresses" if risk == 0 else ""
         raise ValueError(
-            f"risk budget {risk:g}: every entry of block {block}'s menu has more risk (the least "
-            f"is {least:g}). Raise the budget or give the block an exact entry."
+            f"risk budget {risk:g}: every entry of block {block}'s menu has more risk{compressed} "
+            f"(the least risk is {least:g}). Raise the budget or give the block an exact entry."
         )
     problem = dataclasses.replace(problem, memory=int(memory))
     solution = solve(problem)
@@ -159,7 +161,7 @@ def _kinds(menus: Sequence[Sequence[Entry]]) -> tuple[list[int], list[list[int]]
     kinds = []
     for menu in menus:
         if id(menu) not in seen:
-            figures = tuple((entry.nbytes, entry.seconds, entry.risk) for entry in menu)
+            figures = tuple((e.nbytes, e.seconds, e.risk, _compresses(e)) for e in menu)
             seen[id(menu)] = known.setdefault(figures, len(known))
         kinds.append(seen[id(menu)])
     members: list[list[int]] = [[] for _ in known]
@@ -177,7 +179,10 @@ def _problem(
         nbytes = np.array([int(entry.nbytes) for entry in menu], np.int64)
         seconds = np.array([entry.seconds for entry in menu], float)
         risks = np.array([entry.risk for entry in menu], float)
-        kept = np.flatnonzero(risks <= risk)
+        able = risks <= risk
+        if risk == 0:  # a measured risk can be 0 too, of an exposure of 0 or by chance
+            able &= ~np.array([_compresses(entry) for entry in menu], bool)
+        kept = np.flatnonzero(able)
         kept = kept[np.isfinite(risks[kept])]
         kept = kept[_undominated(seconds[kept], risks[kept], nbytes[kept])]
         group = np.full(len(kept), kind)
@@ -189,6 +194,10 @@ def _problem(
     size = np.array([len(blocks) for blocks in members])
     limit = risk if paper else _largest_square(risk)
     return Knapsack(group, size, seconds, nbytes, risks, 0, limit), entries
+
+
+def _compresses(entry: Entry) -> bool:
+    return bool(entry.policy.names(Compress))
 
 
 def _largest_square(root: float) -> float:

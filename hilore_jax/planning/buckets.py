@@ -1,6 +1,5 @@
 """Exposure buckets: which plan a microbatch's exposure allows, by its share of the risk budget."""
 
-import bisect
 import dataclasses
 import itertools
 import math
@@ -72,14 +71,9 @@ class Buckets:
         """
         if not exposure >= 0:
             raise ValueError(f"exposure is {exposure}: expected a number >= 0.")
-        factor = self._factor(tokens, update_tokens)
-        place = bisect.bisect_left(self.edges, exposure / factor if factor else math.inf)
-        if factor == 0 and exposure == 0:
-            return 0
-        # The division above rounds: `limit` is what counts.
-        while place < len(self.edges) - 1 and exposure > self.limit(place, tokens, update_tokens):
-            place += 1
-        return min(place, len(self.edges) - 1)
+        # Compared with the limits themselves: exposure / factor would round, past an edge or short.
+        limits = (self.limit(place, tokens, update_tokens) for place in range(len(self.edges)))
+        return next(place for place, limit in enumerate(limits) if exposure <= limit)
 
     def at(self, ghat: SupportsFloat | None) -> "Buckets":
         """The buckets of an update whose gradient is expected to have another norm.
@@ -103,9 +97,8 @@ class Buckets:
         self, bucket: int, tokens: int | None = None, update_tokens: int | None = None
     ) -> float:
         """The largest exposure that a bucket's plan is allowed for."""
-        if self.edges[bucket] == math.inf:
-            return math.inf
-        return self.edges[bucket] * self._factor(tokens, update_tokens)
+        factor = self._factor(tokens, update_tokens)
+        return math.inf if self.edges[bucket] == math.inf else self.edges[bucket] * factor
 
     def risk(self, bucket: int, exposure: float) -> float:
         """Predicted relative error that a microbatch's gradient brings into the update's."""

@@ -27,6 +27,7 @@ _COMPUTED_IN = {
     "float16": "bfloat16",
     "bfloat16": "float32",
 }
+_OWN = re.compile(r"(cpu|device)(x[1-9][0-9]*)?")  # targets of this process's devices
 _MANY = re.compile(r"(?P<name>.+[^x])x(?P<count>[1-9][0-9]*)")
 
 
@@ -194,6 +195,25 @@ def parse_target(text: str | Path | Target) -> Target:
         f"unknown target {text!r}: expected one of {', '.join(known_targets())}, several of one "
         "('cuda:h100-80x8'), a TPU slice ('tpu:v5e:2x4'), or the path of a target file (.json)."
     )
+
+
+def platform_of(name: str) -> str | None:
+    """The platform of a target's name, without looking for its devices.
+
+    Args:
+        name: as `Target.name` has it.
+
+    Returns:
+        "cpu", "cuda" or "tpu"; None of a name that a target file gave.
+
+    Example:
+        >>> platform_of("cpux4"), platform_of("cuda:h100-80x8"), platform_of("half")
+        ('cpu', 'cuda', None)
+    """
+    if own := _OWN.fullmatch(name):
+        return own[1] if own[1] == "cpu" else _platform(jax.devices()[0])
+    platform = name.partition(":")[0]
+    return platform if platform in ("cuda", "tpu") else None
 
 
 def _named(text: str, name: str, count: int) -> Target | None:

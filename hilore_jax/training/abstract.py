@@ -202,15 +202,15 @@ def training_update(shape: DecoderConfig, config: TrainConfig) -> AbstractUpdate
 def check_plan(made: Plan, update: AbstractUpdate) -> None:
     """Refuses a plan that was made for another model or batch.
 
-    Where the plan is for another platform than the one at hand, only the model is compared: kernels
-    and arrays of the block differ there.
+    Where the plan is for another platform than the one at hand, or for a target file's, only the
+    model is compared: kernels and arrays of the block differ there.
 
     Raises:
         ValueError: names each difference, and the options that agree with the plan.
     """
     blocks = update.blocks()
-    planned = "gpu" if made.target.startswith("cuda") else made.target.split(":")[0]
-    if planned != jax.default_backend():
+    planned, here = platform_of(made.target), jax.default_backend()
+    if planned != {"gpu": "cuda"}.get(here, here):
         found = {"blocks": str(blocks.count), **model_facts(update.config)}
         found |= dense_facts(update.config, update.dense)
     else:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hilore_jax.actions import Policy, Store
+from hilore_jax.actions import Compress, Policy, Store
 from hilore_jax.planning import knapsack
 from hilore_jax.planning.allocate import _assign, allocate, total_risk
 from hilore_jax.planning.menu import Entry
@@ -120,6 +120,14 @@ def test_risk_zero_compresses_nothing_and_unmeasured_is_never_taken():
     menu = (entry(5, 3.0), entry(1, 1.0, risk=1e-9), entry(0, 0.0, risk=math.inf))
     assert allocate([menu] * 2, 100, 0.0).choices == (0, 0)
     assert allocate([menu] * 2, 100, math.inf).choices == (1, 1)
+    # A measured risk may be 0. Menus of equal figures are not alike where one of them compresses.
+    without = Entry(Policy({"h": Compress()}), 1, 1.0, 0, 0, risk=0.0)
+    exact = entry(5, 3.0)
+    menus = [(exact, without), (exact, entry(1, 1.0, label=0)), (exact, without)]
+    assert allocate(menus, 100, 0.0).choices == (0, 1, 0)
+    assert allocate(menus, 100, 1e-300).choices == (1, 1, 1)
+    with pytest.raises(ValueError, match="block 0's menu has more risk or compresses"):
+        allocate([(without,)], 100, 0.0)
 
 
 @st.composite

@@ -25,6 +25,18 @@ def test_select_is_exact_at_every_edge(edge):
     assert BUCKETS.select(math.nextafter(edge, math.inf)) == place + 1
 
 
+@hypothesis.given(
+    st.floats(2**-20, 2**20, width=32), st.integers(1, 50), st.integers(0, 50), st.booleans()
+)
+def test_select_is_exact_at_every_limit_of_moved_edges(ghat, tokens, more, paper):
+    buckets = Buckets(EDGES, BUCKETS.risks, 0.015, share=0.25, paper=paper, norm=0.3).at(ghat)
+    for how in ((), (tokens, tokens + more)):
+        for place in range(3):
+            limit = buckets.limit(place, *how)
+            assert buckets.select(limit, *how) == place
+            assert buckets.select(math.nextafter(limit, math.inf), *how) == place + 1
+
+
 def test_the_ends_have_buckets():
     assert BUCKETS.select(0.0) == 0
     assert BUCKETS.select(1e30) == BUCKETS.select(math.inf) == 3
