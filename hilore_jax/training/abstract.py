@@ -21,6 +21,7 @@ from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.planning.fingerprint import fingerprint
 from hilore_jax.planning.plan import Blocks, Plan
+from hilore_jax.planning.target import platform_of
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.logra_config import settings_of
