@@ -214,7 +214,7 @@ def _totals(plan: Plan) -> list[str]:
             f"possible {format_seconds(possible)}, a bound for this budget"
         )
         if plan.measured is None:
-            time += f"; GC takes {format_seconds(gc)}"
+            time += f"; gradient checkpointing recomputes for {format_seconds(gc)}"
     risk = f"{plan.risk:.4f} of {plan.risk_budget:g}"
     risk += ", the blocks' " + ("sum" if plan.paper else "root of summed squares")
     if plan.block_risks is not None:
