@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -19,7 +20,7 @@ from hilore_jax.planning.calibration import Measured as Fit
 from hilore_jax.planning.fields import Field, checked_schema
 from hilore_jax.planning.fits import Row
 from hilore_jax.planning.measured import Measured, Timing
-from hilore_jax.planning.measurements import Record, Subject
+from hilore_jax.planning.measurements import Record, subject
 
 N = 3
 W, X = jnp.ones((N, 4, 4)) / 4, jnp.ones((64, 4))
@@ -33,6 +34,7 @@ OURS = (
     "another model shape",
     "another calibration",
     "holds measurements of other",
+    "holds measurements of another loss",
 )
 
 
@@ -375,8 +377,8 @@ def test_the_shipped_calibration_is_read():
 
 
 def test_damaged_measurements_of_a_calibration_are_named(tmp_path):
-    path = tmp_path / "part.json"
-    about = Subject("this", "program", "data", [[[0.5, 1.0]]])
+    path, micro = tmp_path / "part.json", {"x": np.arange(3.0), "tokens": np.arange(3)}
+    about = subject("this", "traced", (), (), [micro, micro])
     record = Record(path, about, 0.0)
     record.norms["0"] = 1.0
     record.add(Row(0, (), 0.5, 0.0, 1.0, ()))
@@ -387,6 +389,9 @@ def test_damaged_measurements_of_a_calibration_are_named(tmp_path):
     for place, wrong in itertools.product(places(fields), WRONG.values()):
         path.write_text(json.dumps(changed(fields, place, wrong)))
         outcome(lambda: Record(path, about, 0.0))
+    path.write_text(json.dumps(fields | {"identity": None}))
+    with pytest.raises(ValueError, match="identity is null, expected"):
+        Record(path, about, 0.0)
     path.write_text(json.dumps(fields)[:-9])
     with pytest.raises(ValueError, match=r"is not a measurements file: .*cut off.* remove it"):
         Record(path, about, 0.0)
