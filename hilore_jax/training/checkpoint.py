@@ -55,7 +55,7 @@ def steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in a folder, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit())
+    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal())
 
 
 def newest_meta(folder: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ FOLDER = "exposure"  # in the run folder, a file an update
 # What bounds a record's size, and that of the folder (about 20 MB at the most).
 SEQUENCES, TOKENS, PROMPT, RECORDS = 16, 1024, 2000, 50
 _SCHEMA = 1
+_LARGEST = 1e30  # of exposures and coefficients: sums of them stay within float32
 _FORMAT = Format(
     "record",
     (_SCHEMA,),
@@ -166,7 +167,8 @@ def drop_records(run_dir: Path, step: int) -> None:
 
 def record_paths(run_dir: Path) -> list[Path]:
     """The records of a run folder, oldest first."""
-    return sorted((run_dir / FOLDER).glob("[0-9]*.json"))
+    found = (run_dir / FOLDER).glob("[0-9]*.json")
+    return sorted(path for path in found if path.stem.isdecimal())
 
 
 def read_record(path: Path) -> Record:
@@ -184,7 +186,7 @@ def read_record(path: Path) -> Record:
         tuple(int(each.number(least=-1.0)) for each in found["micro"].items()),
         tuple(each.any_number() for each in found["reward"].items()),
         tuple(each.any_number() for each in found["advantage"].items()),
-        tuple(each.any_number() for each in found["exposure"].items()),
+        tuple(each.number(most=_LARGEST) for each in found["exposure"].items()),
         tuple(each.whole() for each in found["tokens"].items()),
         tuple(_completion(each) for each in found["sequences"].items()),
     )
@@ -205,7 +207,7 @@ def _completion(field: Field) -> Completion:
         found["prompt"].any_text(),
         tuple(each.whole() for each in found["tokens"].items()),
         tuple(each.any_text() for each in found["pieces"].items()),
-        tuple(each.any_number() for each in found["omega"].items()),
+        tuple(each.number(least=-_LARGEST, most=_LARGEST) for each in found["omega"].items()),
     )
     lengths = {len(made.tokens), len(made.pieces), len(made.omega)}
     if len(lengths) > 1:

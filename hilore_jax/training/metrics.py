@@ -64,14 +64,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a metrics file; a last line cut short by an interruption is left out.
 
     Raises:
-        ValueError: a line before the last is not JSON, or one is no object.
+        ValueError: no text, a line before the last is not JSON, or one is no object.
     """
-    lines = path.read_text().splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not a metrics file: it is no text ({error}); expected one JSON object a "
+            "line. Name another run folder."
+        ) from None
     metrics = []
     for number, line in enumerate(lines, 1):
         try:
             metrics.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also numbers and nesting without an end
             if number < len(lines):
                 raise ValueError(
                     f"{path}, line {number} is not JSON ({error}); remove that line to go on"

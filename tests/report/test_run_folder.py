@@ -1,6 +1,9 @@
 """What is read of a run folder, and what is said where it is not there."""
 
+import copy
 import dataclasses
+import json
+import re
 import shutil
 
 import numpy as np
@@ -54,6 +57,8 @@ def test_a_folder_without_records_names_the_remedy(run_folder, tmp_path):
         ("config.json", "[]", "config.json is a damaged settings file: all of it is"),
         ("config.json", '{"plan": 3}', "plan is 3, expected a text"),
         ("metrics.jsonl", "[]\n", r"line 1 is \[\], expected an object; remove"),
+        ("metrics.jsonl", '{"step": ' + "1" * 5000 + '}\n{"step": 1}\n', "line 1 is not JSON"),
+        ("metrics.jsonl", "[" * 100_000 + '\n{"step": 1}\n', "line 1 is not JSON"),
         ("metrics.jsonl", '{"loss": 1}\n', r"line 1\.step is null"),
         ("metrics.jsonl", '{"step": 1, "risk_used": "a"}\n', r"line 1\.risk_used is \"a\""),
         ("metrics.jsonl", '{"step": 1, "micro_exposure": [[]]}\n', r"micro_exposure\[0\] is \[\]"),
@@ -63,6 +68,29 @@ def test_damaged_files_are_named(run_folder, name, text, said):
     (run_folder / name).write_text(text)
     with pytest.raises(ValueError, match=said):
         explore(run_folder)
+
+
+def test_what_is_no_text_or_no_record_is_told(run_folder):
+    (run_folder / "exposure" / "5x.json").write_text("{}")
+    assert explore(run_folder).recorded == (1, 3)
+    (run_folder / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is not a metrics file: it is no text"):
+        explore(run_folder)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 1e300, -1e300, None, "?", 10**400])
+def test_numbers_of_a_record_that_cannot_be_shown_are_named(run_folder, wrong):
+    path = record_paths(run_folder)[-1]
+    fields = json.loads(path.read_text())
+    for name, change in {
+        "exposure[1]": lambda found: found["exposure"].__setitem__(1, wrong),
+        "sequences[0].omega[2]": lambda found: found["sequences"][0]["omega"].__setitem__(2, wrong),
+    }.items():
+        change(damaged := copy.deepcopy(fields))
+        path.write_text(json.dumps(damaged))
+        said = f"{path.name} is a damaged record file: {name} is "
+        with pytest.raises(ValueError, match=re.escape(said)):
+            explore(run_folder)
 
 
 def test_heat_is_the_states_or_the_tokens(run_folder):
