@@ -420,7 +420,7 @@ def test_the_planners_update_keeps_rows_and_no_moments_of_entries(tmp_path):
     for changes, message in (
         ({"lora_rank": 2}, "give one or the other"),
         ({"dense": "adamw", "weights": "bfloat16"}, "would be lost in bfloat16"),
-        ({"optimizer": "adamw"}, "--rank 3 --targets up_proj: of LoGRA alone, add --optimizer"),
+        ({"optimizer": "adamw"}, "--rank 3 --targets 'up_proj': of LoGRA alone, add --optimizer"),
     ):
         with pytest.raises(ValueError, match=message):
             run_plan(dataclasses.replace(settings, **changes))
