@@ -66,7 +66,7 @@ class RatioMetrics:
         return found if self.clip_dual is None else found + self.clip_dual
 
     def means(self) -> dict[str, Array]:
-        """Means per token under TRL's names; `kl` and `dual_mean` are absent without what they need.
+        """Means per token under TRL's names; `kl` and `dual_mean` are absent if they have no sense.
 
         Returns:
             Name -> float32 scalar; 0 without tokens.
