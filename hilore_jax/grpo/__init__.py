@@ -3,6 +3,7 @@
 from hilore_jax.grpo.advantages import group_advantages as group_advantages
 from hilore_jax.grpo.advantages import group_rewards as group_rewards
 from hilore_jax.grpo.divisors import loss_divisors as loss_divisors
+from hilore_jax.grpo.entropy import entropy_loss as entropy_loss
 from hilore_jax.grpo.estimate import ExposureEstimate as ExposureEstimate
 from hilore_jax.grpo.estimate import dead_rows as dead_rows
 from hilore_jax.grpo.estimate import estimate_exposure as estimate_exposure
@@ -17,6 +18,7 @@ __all__ = [
     "ExposureEstimate",
     "RatioMetrics",
     "dead_rows",
+    "entropy_loss",
     "estimate_exposure",
     "exposure",
     "group_advantages",

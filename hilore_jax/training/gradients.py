@@ -12,7 +12,13 @@ import optax
 from flax import nnx
 
 from hilore_jax.actions import Policy
-from hilore_jax.grpo import exposure, loss_and_coefficients, ratio_metrics, token_logprobs
+from hilore_jax.grpo import (
+    entropy_loss,
+    exposure,
+    loss_and_coefficients,
+    ratio_metrics,
+    token_logprobs,
+)
 from hilore_jax.grpo.terms import LossOptions
 from hilore_jax.training.batch import Batch, check_batch
 
@@ -27,6 +33,7 @@ def make_micro_gradients(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    entropy_coef: float = 0.0,
     logprobs: Callable[..., Any] = token_logprobs,
     **loss: Unpack[LossOptions],
 ) -> Callable[..., tuple[nnx.State, Metrics]]:
@@ -37,6 +44,8 @@ def make_micro_gradients(
         temperature: softmax temperature at which tokens are scored.
         entropy: also report the mean entropy of the policy over the optimized tokens, nats; costs
             the reductions over the vocabulary a second time.
+        entropy_coef: weight of the entropy bonus, whose part of the gradient no exposure counts;
+            above 0 the entropy is reported too.
         logprobs: scores tokens; another than `token_logprobs` takes no `entropy`.
         **loss: the options of `grpo.loss_and_coefficients`.
 
@@ -47,7 +56,12 @@ def make_micro_gradients(
         `update_metrics` reads, sums of one microbatch.
     """
     micro_loss = make_micro_loss(
-        graphdef, temperature=temperature, entropy=entropy, logprobs=logprobs, **loss
+        graphdef,
+        temperature=temperature,
+        entropy=entropy,
+        entropy_coef=entropy_coef,
+        logprobs=logprobs,
+        **loss,
     )
 
     def gradients(policies: Policies, params, frozen, micro: Batch, update_tokens):
@@ -64,6 +78,7 @@ def make_micro_loss(
     *,
     temperature: float = 1.0,
     entropy: bool = False,
+    entropy_coef: float = 0.0,
     logprobs: Callable[..., Any] = token_logprobs,
     **loss: Unpack[LossOptions],
 ) -> Callable[..., tuple[Any, Metrics]]:
@@ -73,6 +88,7 @@ def make_micro_loss(
         graphdef: the model's static part, from `init_state`.
         temperature: see `make_micro_gradients`, as the others.
         entropy: see there.
+        entropy_coef: see there.
         logprobs: see there.
         **loss: see there.
 
@@ -84,11 +100,14 @@ def make_micro_loss(
         model = nnx.merge(graphdef, params, frozen)
         hidden = model.hidden(micro.tokens, micro.attention_mask, policies=policies)
         scored = scored_inputs(hidden, model.unembedding(), micro)
-        asked = {"entropy": True} if entropy else {}
+        asked = {"entropy": True} if entropy or entropy_coef else {}
         logp = logprobs(*scored, temperature, **asked)
         logp, nats = logp if isinstance(logp, tuple) else (logp, None)
         terms = loss_terms(logp, micro)
         value, omega = loss_and_coefficients(*terms, divisors(micro, update_tokens), **loss)
+        if entropy_coef:
+            of_each = divisors(micro, update_tokens)
+            value += entropy_loss(nats, micro.completion_mask, of_each, entropy_coef)
         seen = observe(value, logp, omega, nats, micro, **loss)
         return value, jax.lax.stop_gradient(seen)
 
