@@ -106,6 +106,7 @@ def make_micro_loss(
         terms = loss_terms(logp, micro)
         value, omega = loss_and_coefficients(*terms, divisors(micro, update_tokens), **loss)
         if entropy_coef:
+            assert nats is not None
             of_each = divisors(micro, update_tokens)
             value += entropy_loss(nats, micro.completion_mask, of_each, entropy_coef)
         seen = observe(value, logp, omega, nats, micro, **loss)
