@@ -20,6 +20,7 @@ from hilore_jax.training.config_files import (
     read_policy,
 )
 from hilore_jax.training.logra_config import NAMES, logra_faults
+from hilore_jax.training.loss_config import LossSettings, changed_losses, loss_faults
 from hilore_jax.training.sampling import check_sampling
 from hilore_jax.training.tasks import parse_args
 
@@ -36,7 +37,7 @@ ChosenRank = Annotated[int | None, tyro.conf.arg(aliases=("--lora",), metavar="I
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(LossSettings):
     """GRPO on a verifiable task, each update under a remat policy."""
 
     model: str = "smollm2-135m-instruct"
@@ -170,6 +171,9 @@ class TrainConfig:
         # A file's content counts, not its name, and not what acceptance has said of it.
         settings = {k: v for k, v in settings.items() if k not in ("plan", "allow_rejected")}
         settings["lora_rank"] = self.adapter_rank
+        # Those of the loss as they were before there were others: left out.
+        losses = {field.name for field in dataclasses.fields(LossSettings)}
+        settings = {k: v for k, v in settings.items() if k not in losses} | changed_losses(self)
         if self.optimizer != "logra":  # as in checkpoints from before there was another
             settings = {k: v for k, v in settings.items() if k not in NAMES}
         else:  # another one draws other projections from the same seed
@@ -204,7 +208,7 @@ def faults(config: TrainConfig) -> list[str]:
     for name in ("learning_rate", "clip", "max_grad_norm", "lora_alpha"):
         if not 0 < getattr(config, name) < float("inf"):
             found.append(f"{name} must be finite and > 0, found {getattr(config, name)}")
-    for name in ("beta", "weight_decay", "format_reward", "risk"):
+    for name in ("beta", "weight_decay", "format_reward", "risk", "entropy_coef", "correction_cap"):
         if not 0 <= getattr(config, name) < float("inf"):
             found.append(f"{name} must be finite and >= 0, found {getattr(config, name)}")
     if config.temperature == 0:
@@ -236,6 +240,7 @@ def faults(config: TrainConfig) -> list[str]:
     others = [name for name in ("ladder", "skip_rows", "pack_by_exposure") if getattr(config, name)]
     if config.gate and others:
         found.append(f"gate and {' and '.join(others)}: the gate is one program for all rows")
+    found += loss_faults(config)
     return found + logra_faults(config) + folder_faults(Path(config.run_dir), config.resume)
 
 

@@ -91,6 +91,7 @@ def collect(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    mask_truncated: bool = False,
 ) -> Experience:
     """Samples `group` completions for each question and scores them.
 
@@ -106,6 +107,7 @@ def collect(
         temperature: sampling temperature.
         top_p: nucleus mass.
         top_k: tokens kept, 0 for all.
+        mask_truncated: optimize no token of completions that did not end.
 
     Returns:
         The scored completions and TRL-named metrics about them.
@@ -135,7 +137,7 @@ def collect(
     return Experience(
         tokens=np.concatenate([tokens, new], axis=1),
         attention_mask=np.concatenate([mask, kept], axis=1),
-        completion_mask=kept,
+        completion_mask=kept & finished[:, None] if mask_truncated else kept,
         rollout_logps=logps,
         rewards=rewards,
         texts=texts,
@@ -153,11 +155,12 @@ def collect(
 
 def to_batch(
     experience: Experience,
-    advantages: Float[Array | np.ndarray, "prompts group"],
+    advantages: Float[Array | np.ndarray, "micro rows *completion"],
     logp_old: Float[Array | np.ndarray, "micro rows completion"],
     logp_ref: Float[Array | np.ndarray, "micro rows completion"] | None,
     micro_rows: int,
     *,
+    divisors: Float[Array | np.ndarray, "micro rows"] | None = None,
     mismatch: bool = False,
 ) -> Batch:
     """The batch of one update, in microbatches of `micro_rows` rows, checked by `check_batch`.
@@ -170,7 +173,8 @@ def to_batch(
         completion_mask=jax.numpy.asarray(micro(experience.completion_mask, micro_rows)),
         logp_old=jax.numpy.asarray(logp_old),
         logp_ref=None if logp_ref is None else jax.numpy.asarray(logp_ref),
-        advantages=jax.numpy.asarray(micro(advantages.reshape(-1), micro_rows)),
+        advantages=jax.numpy.asarray(advantages),
+        divisors=None if divisors is None else jax.numpy.asarray(divisors),
         logp_rollout=(
             jax.numpy.asarray(micro(experience.rollout_logps, micro_rows)) if mismatch else None
         ),

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 from flax import nnx
 
-from hilore_jax.grpo import group_advantages
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.models.restack import restack
 from hilore_jax.training.batch import Batch, micro
@@ -19,6 +18,7 @@ from hilore_jax.training.experience import Experience, logp_difference, to_batch
 from hilore_jax.training.exposures import Coefficients
 from hilore_jax.training.logra_config import dense_optimizer, run_shape
 from hilore_jax.training.logra_state import init_logra_state
+from hilore_jax.training.loss_config import row_advantages, row_divisors
 from hilore_jax.training.measured import measure_error, risk_metrics
 from hilore_jax.training.planned import static_plan
 from hilore_jax.training.publish import Publisher
@@ -85,7 +85,6 @@ class Learner:
     def batch(self, experience: Experience) -> tuple[Batch, dict[str, float]]:
         """The update's batch: advantages, old and reference log-probs."""
         config = self.config
-        advantages = group_advantages(jnp.asarray(experience.rewards))
         tokens = micro(experience.tokens, config.micro_rows)
         mask = micro(experience.attention_mask, config.micro_rows)
         old = micro(experience.rollout_logps, config.micro_rows)
@@ -97,8 +96,19 @@ class Learner:
         if self.reference is not None:
             ref = self.score(self.reference, tokens, mask)
         mismatch = config.optimizer == "logra" and config.step_control
-        batch = to_batch(experience, advantages, old, ref, config.micro_rows, mismatch=mismatch)
-        return batch, metrics
+        logps = old, experience.rollout_logps
+        mask = experience.completion_mask
+        advantages, seen = row_advantages(config, experience.rewards, *logps, mask)
+        batch = to_batch(
+            experience,
+            advantages,
+            old,
+            ref,
+            config.micro_rows,
+            divisors=row_divisors(config, mask),
+            mismatch=mismatch,
+        )
+        return batch, metrics | seen
 
     def score(self, params: nnx.State, tokens: Any, mask: Any) -> jax.Array:
         """Log-probs `[micro, rows, completion]` of the completions under `params`, nats."""

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from hilore_jax.grpo import group_advantages
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.training import checkpoint
 from hilore_jax.training.batch import Batch
@@ -162,6 +163,7 @@ def _one_update(
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
+        mask_truncated=config.mask_truncated,
     )
     sampled = time.perf_counter()
     batch, scores = learner.batch(experience)
@@ -176,8 +178,10 @@ def _one_update(
     if not _is_due(config.realized_kl_every, step):
         metrics.pop("realized_kl", None)
     if _is_due(config.log_exposure_every, step):
-        advantages = np.asarray(batch.advantages).reshape(-1)
-        record = make_record(step + 1, experience, advantages, coefficients, parts.tokenizer)
+        advantages = np.asarray(group_advantages(experience.rewards, config.scale_rewards))
+        record = make_record(
+            step + 1, experience, advantages.reshape(-1), coefficients, parts.tokenizer
+        )
         write_record(Path(config.run_dir), record)
     return {
         "step": step + 1,
