@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import jax
@@ -31,6 +32,8 @@ from hilore_jax.training.strategy import (
     plans,
     segment_lengths,
 )
+
+_LOG = logging.getLogger("hilore_jax")
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -127,19 +130,32 @@ class Learner:
             self.about = {**self.strategy.about, **kept}
         return compiled
 
-    def update(self, batch: Batch) -> tuple[dict[str, Any], Coefficients]:
+    def update(
+        self, batch: Batch, *, tolerate: bool = False
+    ) -> tuple[dict[str, Any], Coefficients]:
         """One actor update; the state moves on.
+
+        Args:
+            batch: of the update.
+            tolerate: an update that is not finite, which leaves the state as it is, is told in a
+                warning and by the metric `nonfinite`.
 
         Returns:
             Its metrics, and the coefficients of its tokens.
 
         Raises:
-            FloatingPointError: an update that is not finite.
+            FloatingPointError: an update that is not finite, unless it is tolerated.
         """
         self.state, metrics = self.compile(batch)(self.state, batch)
         self._factors = metrics.pop("factors", None)  # on the device, until `publish`
         metrics = jax.device_get(metrics)
-        raise_if_nonfinite(metrics, batch)
+        try:
+            raise_if_nonfinite(metrics, batch)
+        except FloatingPointError as error:
+            if not tolerate:
+                raise
+            _LOG.warning("%s", error)
+            self._factors = None  # there is no step to publish
         del metrics["nonfinite_index"]
         rows = np.arange(batch.tokens.shape[0] * batch.tokens.shape[1])
         omega = np.asarray(metrics.pop("omega")).reshape(rows.size, -1)

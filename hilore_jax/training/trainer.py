@@ -74,8 +74,9 @@ def train(
     Raises:
         ValueError: settings that are wrong, or that differ from the checkpoint's; a prompt that is
             too long, a reward that fails, or a packet that the sync folder does not take.
-        FloatingPointError: an update that was not finite; names the row and position. Here, for
-            a failed reward and for a packet, the updates made are kept in a checkpoint.
+        FloatingPointError: an update that was not finite, one more in a row than
+            `nonfinite_limit`; names the row and position. Here, for a failed reward and for a
+            packet, the updates made are kept in a checkpoint.
         KeyboardInterrupt: a second SIGINT or SIGTERM; the metrics and the last checkpoint stay.
     """
     check(config)
@@ -93,9 +94,9 @@ def train(
     _write_json(run_dir / "versions.json", versions(config))
     drop_records(run_dir, start)
     if learner.publisher is not None:
-        learner.publisher.start(start, learner.state.params, name)
+        learner.publisher.start(int(learner.state.step), learner.state.params, name)
     seen: list[dict[str, Any]] = []
-    saved = start if start else None
+    saved, bad = int(learner.state.step), 0  # bad: updates in a row that were not finite
     progress = Progress(config.updates, start, quiet=config.quiet)
     resume_step = start if config.resume else None
     with (
@@ -106,27 +107,30 @@ def train(
         step = start
         while step < config.updates and not requests:
             try:
-                metrics, batch = _one_update(config, parts, learner, step)
+                tolerate = bad < config.nonfinite_limit
+                metrics, batch = _one_update(config, parts, learner, step, tolerate=tolerate)
             except (ValueError, FloatingPointError):  # the state is as the last update left it
-                if saved != int(learner.state.step) > 0:
-                    _save(config, learner, name)
+                if saved != int(learner.state.step):
+                    _save(config, learner, name, step)
                 raise
             step += 1
+            bad = bad + 1 if metrics["nonfinite"] else 0
             try:
                 metrics |= learner.publish()
             except (ValueError, OSError):  # the update itself is done
                 writer.write(metrics)
-                _save(config, learner, name)
+                _save(config, learner, name, step)
                 raise
             writer.write(metrics)
             progress.update(metrics)
             seen.append(metrics)
             if on_update is not None:
                 on_update(metrics, batch)
-            if config.save_every and step % config.save_every == 0:
-                saved = _save(config, learner, name)
-        if saved != step:
-            _save(config, learner, name)
+            due = config.save_every and step % config.save_every == 0
+            if due and saved != int(learner.state.step):
+                saved = _save(config, learner, name, step)
+        if saved != int(learner.state.step):
+            _save(config, learner, name, step)
     stopped_by = requests[0] if step < config.updates else None
     return Run(learner.graphdef, learner.state, tuple(seen), stopped_by)
 
@@ -148,7 +152,7 @@ def versions(config: TrainConfig | None = None) -> dict[str, Any]:
 
 
 def _one_update(
-    config: TrainConfig, parts: Parts, learner: Learner, step: int
+    config: TrainConfig, parts: Parts, learner: Learner, step: int, *, tolerate: bool
 ) -> tuple[dict[str, Any], Batch]:
     began = time.perf_counter()
     experience = collect(
@@ -164,6 +168,8 @@ def _one_update(
         top_p=config.top_p,
         top_k=config.top_k,
         mask_truncated=config.mask_truncated,
+        drop_failed=config.reward_failures == "drop",
+        reward_seconds=config.reward_seconds,
     )
     sampled = time.perf_counter()
     batch, scores = learner.batch(experience)
@@ -173,11 +179,11 @@ def _one_update(
     if _is_due(config.measure_error_every, step):
         measured = learner.measure_error(batch)
     ready = time.perf_counter()
-    metrics, coefficients = learner.update(batch)
+    metrics, coefficients = learner.update(batch, tolerate=tolerate)
     done = time.perf_counter()
     if not _is_due(config.realized_kl_every, step):
         metrics.pop("realized_kl", None)
-    if _is_due(config.log_exposure_every, step):
+    if _is_due(config.log_exposure_every, step) and not metrics["nonfinite"]:
         advantages = np.asarray(group_advantages(experience.rewards, config.scale_rewards))
         record = make_record(
             step + 1, experience, advantages.reshape(-1), coefficients, parts.tokenizer
@@ -220,9 +226,12 @@ def _fingerprint(config: TrainConfig, learner: Learner) -> dict[str, Any]:
     return {**config.fingerprint(), "gradient norm of risks": follows}
 
 
-def _save(config: TrainConfig, learner: Learner, name: str) -> int:
-    step = int(learner.state.step)  # the state's own, so that no checkpoint's name can be wrong
-    meta = {"fingerprint": _fingerprint(config, learner), "data_position": step * config.prompts}
+def _save(config: TrainConfig, learner: Learner, name: str, updates: int) -> int:
+    # The state's own count, so that no checkpoint's name can be wrong; updates that were not finite
+    # moved the run through the data alone.
+    step = int(learner.state.step)
+    position = updates * config.prompts
+    meta = {"fingerprint": _fingerprint(config, learner), "data_position": position}
     meta["run"] = name
     folder = Path(config.run_dir) / "checkpoints"
     tree = _checkpointed(learner.state)
@@ -231,7 +240,7 @@ def _save(config: TrainConfig, learner: Learner, name: str) -> int:
 
 
 def _resume(config: TrainConfig, learner: Learner) -> tuple[int, str]:
-    """Puts the newest checkpoint into the learner; updates that it has, and the run's name."""
+    """Puts the newest checkpoint into the learner; how far the run was, and its name."""
     found = checkpoint.restore(
         Path(config.run_dir) / "checkpoints",
         _checkpointed(learner.state),
@@ -252,7 +261,7 @@ def _resume(config: TrainConfig, learner: Learner) -> tuple[int, str]:
         )
     learner.state = dataclasses.replace(learner.state, **tree)
     # Those of before had no name; of LoGRA runs, whose packets need one, these are not resumed.
-    return step, meta.get("run") or secrets.token_hex(8)
+    return int(meta["data_position"]) // config.prompts, meta.get("run") or secrets.token_hex(8)
 
 
 def _write_json(path: Path, value: Any) -> None:
