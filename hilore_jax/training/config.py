@@ -19,6 +19,7 @@ from hilore_jax.training.config_files import (
     plan_facts,
     read_policy,
 )
+from hilore_jax.training.evaluate import EvalSettings
 from hilore_jax.training.fault_config import FaultSettings
 from hilore_jax.training.logra_config import NAMES, logra_faults
 from hilore_jax.training.loss_config import LossSettings, changed_losses, loss_faults
@@ -31,6 +32,7 @@ _FREE = (
     *("log_exposure_every", "measure_error_every", "realized_kl_every"),
     *("sync", "sync_full_every"),
     *("reward_failures", "reward_seconds", "nonfinite_limit"),
+    *("eval_every", "eval_prompts", "eval_sampling"),
     "fixed_gradient_norm",  # it counts where there is such a norm: `trainer._fingerprint`
 )
 
@@ -39,7 +41,7 @@ ChosenRank = Annotated[int | None, tyro.conf.arg(aliases=("--lora",), metavar="I
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig(LossSettings, FaultSettings):
+class TrainConfig(LossSettings, FaultSettings, EvalSettings):
     """GRPO on a verifiable task, each update under a remat policy."""
 
     model: str = "smollm2-135m-instruct"

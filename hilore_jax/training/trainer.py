@@ -11,24 +11,21 @@ import secrets
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
-from hilore_jax.grpo import group_advantages
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.training import checkpoint
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig, check
-from hilore_jax.training.experience import collect
-from hilore_jax.training.exposures import drop_records, make_record, write_record
+from hilore_jax.training.exposures import drop_records
 from hilore_jax.training.learner import Learner
 from hilore_jax.training.metrics import MetricsWriter, Progress
+from hilore_jax.training.one_update import evaluation, one_update
 from hilore_jax.training.parts import Parts, check_model, load_parts
 from hilore_jax.training.step import TrainState
 
@@ -108,7 +105,7 @@ def train(
         while step < config.updates and not requests:
             try:
                 tolerate = bad < config.nonfinite_limit
-                metrics, batch = _one_update(config, parts, learner, step, tolerate=tolerate)
+                metrics, batch = one_update(config, parts, learner, step, tolerate=tolerate)
             except (ValueError, FloatingPointError):  # the state is as the last update left it
                 if saved != int(learner.state.step):
                     _save(config, learner, name, step)
@@ -121,6 +118,7 @@ def train(
                 writer.write(metrics)
                 _save(config, learner, name, step)
                 raise
+            metrics |= evaluation(config, parts, learner, step)
             writer.write(metrics)
             progress.update(metrics)
             seen.append(metrics)
@@ -149,62 +147,6 @@ def versions(config: TrainConfig | None = None) -> dict[str, Any]:
         if config.ladder:
             found |= {"policy": "ladder", "ladder": config.fingerprint()["ladder"]}
     return found
-
-
-def _one_update(
-    config: TrainConfig, parts: Parts, learner: Learner, step: int, *, tolerate: bool
-) -> tuple[dict[str, Any], Batch]:
-    began = time.perf_counter()
-    experience = collect(
-        learner.model(),
-        parts.tokenizer,
-        parts.task,
-        range(step * config.prompts, (step + 1) * config.prompts),
-        jax.random.fold_in(learner.state.key, step),
-        group=config.group,
-        prompt_length=config.prompt_length,
-        completion_length=config.completion_length,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        mask_truncated=config.mask_truncated,
-        drop_failed=config.reward_failures == "drop",
-        reward_seconds=config.reward_seconds,
-    )
-    sampled = time.perf_counter()
-    batch, scores = learner.batch(experience)
-    learner.compile(batch)
-    jax.block_until_ready(batch)
-    measured = {}
-    if _is_due(config.measure_error_every, step):
-        measured = learner.measure_error(batch)
-    ready = time.perf_counter()
-    metrics, coefficients = learner.update(batch, tolerate=tolerate)
-    done = time.perf_counter()
-    if not _is_due(config.realized_kl_every, step):
-        metrics.pop("realized_kl", None)
-    if _is_due(config.log_exposure_every, step) and not metrics["nonfinite"]:
-        advantages = np.asarray(group_advantages(experience.rewards, config.scale_rewards))
-        record = make_record(
-            step + 1, experience, advantages.reshape(-1), coefficients, parts.tokenizer
-        )
-        write_record(Path(config.run_dir), record)
-    return {
-        "step": step + 1,
-        **experience.metrics,
-        **scores,
-        **metrics,
-        **measured,
-        "n_traces": learner.n_traces,
-        **learner.about,
-        "seconds/rollout": sampled - began,
-        "seconds/update": done - ready,
-    }, batch
-
-
-def _is_due(every: int, step: int) -> bool:
-    """Whether something is done in the update after `step`: in the first, and each `every` more."""
-    return every > 0 and step % every == 0
 
 
 def _say(config: TrainConfig, text: str) -> None:

@@ -311,7 +311,7 @@ def test_a_misspelt_activation_is_refused_before_anything_is_sampled_or_written(
     def sampled(*_, **__):
         raise AssertionError("sampled before the policy was checked")
 
-    monkeypatch.setattr("hilore_jax.training.trainer.collect", sampled)
+    monkeypatch.setattr("hilore_jax.training.one_update.collect", sampled)
     wrong = dataclasses.replace(config, policy="mlp_gat=int8")
     with pytest.raises(ValueError, match=r"\['mlp_gat'\] not found .*'mlp_gate'"):
         train(wrong, parts())
@@ -514,3 +514,12 @@ def test_a_prompt_whose_reward_fails_is_left_out_of_the_update(run, shared, conf
     other = dataclasses.replace(patient, run_dir=config.run_dir + "2")
     with pytest.raises(ValueError, match="a reward of each of the update's 2 prompts failed; the"):
         run(other, parts)
+
+
+def test_evaluation_after_every_second_update_and_the_last(run, config):
+    often = dataclasses.replace(config, eval_every=2, eval_prompts=3)
+    done = run(often)
+    assert [("eval/reward" in m) for m in done.metrics] == [False, True, True]
+    plain = run(dataclasses.replace(config, run_dir=config.run_dir + "2"))
+    for one, other in zip(done.metrics, plain.metrics, strict=True):  # it changes nothing else
+        assert one["loss"] == other["loss"] and one["reward"] == other["reward"]
