@@ -22,7 +22,8 @@ from hilore_jax.training.config_files import (
 from hilore_jax.training.evaluate import EvalSettings
 from hilore_jax.training.fault_config import FaultSettings
 from hilore_jax.training.logra_config import NAMES, logra_faults
-from hilore_jax.training.loss_config import LossSettings, changed_losses, loss_faults
+from hilore_jax.training.loss_config import LossSettings, loss_faults
+from hilore_jax.training.minibatch import EpochSettings, epoch_faults
 from hilore_jax.training.sampling import check_sampling
 from hilore_jax.training.tasks import parse_args
 
@@ -36,12 +37,15 @@ _FREE = (
     "fixed_gradient_norm",  # it counts where there is such a norm: `trainer._fingerprint`
 )
 
+# Not in checkpoints from before they could be set: their defaults are what was.
+_NEWER = dataclasses.asdict(LossSettings()) | dataclasses.asdict(EpochSettings())
+
 Rank = Annotated[int, tyro.conf.arg(aliases=("--lora",))]  # of every command
 ChosenRank = Annotated[int | None, tyro.conf.arg(aliases=("--lora",), metavar="INT")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig(LossSettings, FaultSettings, EvalSettings):
+class TrainConfig(LossSettings, EpochSettings, FaultSettings, EvalSettings):
     """GRPO on a verifiable task, each update under a remat policy."""
 
     model: str = "smollm2-135m-instruct"
@@ -175,9 +179,7 @@ class TrainConfig(LossSettings, FaultSettings, EvalSettings):
         # A file's content counts, not its name, and not what acceptance has said of it.
         settings = {k: v for k, v in settings.items() if k not in ("plan", "allow_rejected")}
         settings["lora_rank"] = self.adapter_rank
-        # Those of the loss as they were before there were others: left out.
-        losses = {field.name for field in dataclasses.fields(LossSettings)}
-        settings = {k: v for k, v in settings.items() if k not in losses} | changed_losses(self)
+        settings = {k: v for k, v in settings.items() if k not in _NEWER or v != _NEWER[k]}
         if self.optimizer != "logra":  # as in checkpoints from before there was another
             settings = {k: v for k, v in settings.items() if k not in NAMES}
         else:  # another one draws other projections from the same seed
@@ -196,7 +198,9 @@ def faults(config: TrainConfig) -> list[str]:
     """
     found = []
     at_least = dict.fromkeys(
-        "prompts prompt_length completion_length micro_rows updates keep_checkpoints".split(), 1
+        "prompts prompt_length completion_length micro_rows updates keep_checkpoints "
+        "mini_batches epochs".split(),
+        1,
     )
     at_least |= dict.fromkeys(
         "adapter_rank save_every seed log_exposure_every measure_error_every".split(), 0
@@ -244,7 +248,7 @@ def faults(config: TrainConfig) -> list[str]:
     others = [name for name in ("ladder", "skip_rows", "pack_by_exposure") if getattr(config, name)]
     if config.gate and others:
         found.append(f"gate and {' and '.join(others)}: the gate is one program for all rows")
-    found += loss_faults(config)
+    found += loss_faults(config) + epoch_faults(config)
     return found + logra_faults(config) + folder_faults(Path(config.run_dir), config.resume)
 
 

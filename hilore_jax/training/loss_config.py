@@ -116,13 +116,6 @@ def loss_faults(config: TrainConfig) -> list[str]:
     return found
 
 
-def changed_losses(config: LossSettings) -> dict[str, Any]:
-    """The settings of the loss that are not as by default."""
-    default = LossSettings()
-    names = [field.name for field in dataclasses.fields(LossSettings)]
-    return {n: getattr(config, n) for n in names if getattr(config, n) != getattr(default, n)}
-
-
 def row_advantages(
     config: TrainConfig,
     rewards: Float[np.ndarray, "prompts group"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -13,37 +14,47 @@ from hilore_jax.grpo import group_advantages
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.evaluate import FIRST, evaluate
-from hilore_jax.training.experience import collect
+from hilore_jax.training.experience import Experience, collect
 from hilore_jax.training.exposures import make_record, write_record
 from hilore_jax.training.learner import Learner
+from hilore_jax.training.minibatch import mini_batch, rows_of, updates_per_rollout
 from hilore_jax.training.parts import Parts
 
 
-def one_update(
-    config: TrainConfig, parts: Parts, learner: Learner, step: int, *, tolerate: bool
-) -> tuple[dict[str, Any], Batch]:
-    """Samples, scores, measures and updates; the learner's state moves on.
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    """What a run learns from until it samples again.
+
+    Attributes:
+        experience: the completions and their rewards.
+        batch: all of them, scored by the policy that sampled.
+        metrics: about them.
+    """
+
+    experience: Experience
+    batch: Batch
+    metrics: dict[str, Any]
+
+
+def sample_rollout(config: TrainConfig, parts: Parts, learner: Learner, number: int) -> Rollout:
+    """Samples completions of the run's next questions and scores them.
 
     Args:
         config: the settings.
         parts: model, tokenizer and task.
-        learner: whose state is updated.
-        step: updates done before.
-        tolerate: as of `Learner.update`.
-
-    Returns:
-        The update's metrics and its batch.
+        learner: whose policy samples.
+        number: rollouts before this one.
 
     Raises:
-        ValueError, FloatingPointError: as of `trainer.train`; the state is as it was before.
+        ValueError: a prompt that is too long, or a reward that failed.
     """
     began = time.perf_counter()
     experience = collect(
         learner.model(),
         parts.tokenizer,
         parts.task,
-        range(step * config.prompts, (step + 1) * config.prompts),
-        jax.random.fold_in(learner.state.key, step),
+        range(number * config.prompts, (number + 1) * config.prompts),
+        jax.random.fold_in(learner.state.key, number),
         group=config.group,
         prompt_length=config.prompt_length,
         completion_length=config.completion_length,
@@ -56,6 +67,37 @@ def one_update(
     )
     sampled = time.perf_counter()
     batch, scores = learner.batch(experience)
+    metrics = {**experience.metrics, **scores, "seconds/rollout": sampled - began}
+    return Rollout(experience, batch, metrics)
+
+
+def one_update(
+    config: TrainConfig,
+    parts: Parts,
+    learner: Learner,
+    rollout: Rollout,
+    step: int,
+    *,
+    tolerate: bool,
+) -> tuple[dict[str, Any], Batch]:
+    """Learns from a rollout, or a part of it; the learner's state moves on.
+
+    Args:
+        config: the settings.
+        parts: of them the tokenizer.
+        learner: whose state is updated.
+        rollout: the present one.
+        step: updates done before.
+        tolerate: as of `Learner.update`.
+
+    Returns:
+        The update's metrics and its batch.
+
+    Raises:
+        FloatingPointError: as of `Learner.update`; the state is as it was before.
+    """
+    rows = rows_of(config, step)
+    experience, batch = mini_batch(config, rollout.experience, rollout.batch, rows)
     learner.compile(batch)
     jax.block_until_ready(batch)
     measured = {}
@@ -67,21 +109,22 @@ def one_update(
     if not _is_due(config.realized_kl_every, step):
         metrics.pop("realized_kl", None)
     if _is_due(config.log_exposure_every, step) and not metrics["nonfinite"]:
-        advantages = np.asarray(group_advantages(experience.rewards, config.scale_rewards))
-        record = make_record(
-            step + 1, experience, advantages.reshape(-1), coefficients, parts.tokenizer
-        )
+        # Of a mini-batch, advantages relative to the whole rollout's deviation.
+        whole = group_advantages(rollout.experience.rewards, config.scale_rewards)
+        advantages = np.asarray(whole).reshape(-1)[rows]
+        record = make_record(step + 1, experience, advantages, coefficients, parts.tokenizer)
         write_record(Path(config.run_dir), record)
+    timed = {"seconds/update": done - ready}
+    if step % updates_per_rollout(config):  # sampling took its time once
+        timed["seconds/rollout"] = 0.0
     return {
         "step": step + 1,
-        **experience.metrics,
-        **scores,
+        **rollout.metrics,
         **metrics,
         **measured,
         "n_traces": learner.n_traces,
         **learner.about,
-        "seconds/rollout": sampled - began,
-        "seconds/update": done - ready,
+        **timed,
     }, batch
 
 

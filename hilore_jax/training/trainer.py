@@ -25,7 +25,8 @@ from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.exposures import drop_records
 from hilore_jax.training.learner import Learner
 from hilore_jax.training.metrics import MetricsWriter, Progress
-from hilore_jax.training.one_update import evaluation, one_update
+from hilore_jax.training.minibatch import updates_per_rollout
+from hilore_jax.training.one_update import evaluation, one_update, sample_rollout
 from hilore_jax.training.parts import Parts, check_model, load_parts
 from hilore_jax.training.step import TrainState
 
@@ -55,8 +56,8 @@ def train(
 ) -> Run:
     """Trains, writing settings, versions, metrics and checkpoints to `config.run_dir`.
 
-    Update n reads questions `n * prompts` to `(n + 1) * prompts` and the key `fold_in(key, n)`, so
-    that a resumed run goes on exactly as it would have.
+    Rollout n reads questions `n * prompts` to `(n + 1) * prompts` and the key `fold_in(key, n)`, so
+    that a resumed run goes on exactly as it would have. Checkpoints lie between rollouts.
 
     Args:
         config: the settings; checked as a whole before anything is loaded.
@@ -93,7 +94,8 @@ def train(
     if learner.publisher is not None:
         learner.publisher.start(int(learner.state.step), learner.state.params, name)
     seen: list[dict[str, Any]] = []
-    saved, bad = int(learner.state.step), 0  # bad: updates in a row that were not finite
+    saved, due = int(learner.state.step), False
+    bad = 0  # updates in a row that were not finite
     progress = Progress(config.updates, start, quiet=config.quiet)
     resume_step = start if config.resume else None
     with (
@@ -101,13 +103,19 @@ def train(
         contextlib.closing(progress),
         _stop_requests() as requests,
     ):
-        step = start
-        while step < config.updates and not requests:
+        step, per, rollout = start, updates_per_rollout(config), None
+        # A rollout is learned from to its end: what sampled it is not in a checkpoint.
+        while step < config.updates and not (requests and step % per == 0):
             try:
+                if step % per == 0:
+                    rollout = sample_rollout(config, parts, learner, step // per)
+                assert rollout is not None
                 tolerate = bad < config.nonfinite_limit
-                metrics, batch = one_update(config, parts, learner, step, tolerate=tolerate)
+                metrics, batch = one_update(
+                    config, parts, learner, rollout, step, tolerate=tolerate
+                )
             except (ValueError, FloatingPointError):  # the state is as the last update left it
-                if saved != int(learner.state.step):
+                if saved != int(learner.state.step) and step % per == 0:
                     _save(config, learner, name, step)
                 raise
             step += 1
@@ -116,7 +124,8 @@ def train(
                 metrics |= learner.publish()
             except (ValueError, OSError):  # the update itself is done
                 writer.write(metrics)
-                _save(config, learner, name, step)
+                if step % per == 0:
+                    _save(config, learner, name, step)
                 raise
             metrics |= evaluation(config, parts, learner, step)
             writer.write(metrics)
@@ -124,9 +133,9 @@ def train(
             seen.append(metrics)
             if on_update is not None:
                 on_update(metrics, batch)
-            due = config.save_every and step % config.save_every == 0
-            if due and saved != int(learner.state.step):
-                saved = _save(config, learner, name, step)
+            due = due or bool(config.save_every and step % config.save_every == 0)
+            if due and step % per == 0 and saved != int(learner.state.step):
+                saved, due = _save(config, learner, name, step), False
         if saved != int(learner.state.step):
             _save(config, learner, name, step)
     stopped_by = requests[0] if step < config.updates else None
@@ -172,7 +181,7 @@ def _save(config: TrainConfig, learner: Learner, name: str, updates: int) -> int
     # The state's own count, so that no checkpoint's name can be wrong; updates that were not finite
     # moved the run through the data alone.
     step = int(learner.state.step)
-    position = updates * config.prompts
+    position = updates // updates_per_rollout(config) * config.prompts
     meta = {"fingerprint": _fingerprint(config, learner), "data_position": position}
     meta["run"] = name
     folder = Path(config.run_dir) / "checkpoints"
@@ -203,7 +212,8 @@ def _resume(config: TrainConfig, learner: Learner) -> tuple[int, str]:
         )
     learner.state = dataclasses.replace(learner.state, **tree)
     # Those of before had no name; of LoGRA runs, whose packets need one, these are not resumed.
-    return int(meta["data_position"]) // config.prompts, meta.get("run") or secrets.token_hex(8)
+    rollouts = int(meta["data_position"]) // config.prompts
+    return rollouts * updates_per_rollout(config), meta.get("run") or secrets.token_hex(8)
 
 
 def _write_json(path: Path, value: Any) -> None:
