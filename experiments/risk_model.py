@@ -35,8 +35,9 @@ from hilore_jax.compiler import compiler_options
 from hilore_jax.intervene import Interventions
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.models.decoder import Decoder
-from hilore_jax.planning.measurements import content, digest
-from hilore_jax.planning.memory_cache import write_whole
+from hilore_jax.planning.measurements import digest
+from hilore_jax.planning.memory_cache import library_version, write_whole
+from hilore_jax.planning.values import content
 from hilore_jax.training.calibrate_command import CalibrateConfig, RolloutConfig, run_calibrate
 from hilore_jax.training.parts import Parts, load_parts
 from hilore_jax.training.toy import CharTokenizer, count_task
@@ -205,7 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         k: v for k, v in dataclasses.asdict(settings).items() if k not in ("out", "calibration")
     }
     calibration = [study.risks, study.calibration.norm]
-    identity = digest([given, calibration, jax.__version__, *map(content, study.micros)])
+    # Without the floats: a log-prob that is computed again may differ in its last bits.
+    sampled = [content(micro, floats=False) for micro in study.micros]
+    identity = digest([given, calibration, jax.__version__, library_version(), *sampled])
     record = Record(out.with_suffix(".partial.json"), identity)
     begun = time.perf_counter()
     first = study.tried[0][0]

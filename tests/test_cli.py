@@ -182,7 +182,7 @@ def test_an_unknown_activation_name_lists_those_seen(capsys):
 @pytest.mark.parametrize("option", ["rows", "seq"])
 def test_explain_needs_tokens(capsys, option):
     code, _, err = run(capsys, "explain", f"--{option}", "0")
-    assert (code, f"--{option} must be >= 1, found 0" in err) == (2, True)
+    assert (code, f"{option} must be >= 1, found 0" in err) == (2, True)
 
 
 def test_explain_takes_the_bundled_name_and_a_folder(capsys, tmp_path):

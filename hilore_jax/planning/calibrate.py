@@ -15,8 +15,9 @@ from hilore_jax.compiler import compiler_options
 from hilore_jax.intervene import Interventions
 from hilore_jax.planning.bar import LINES, Bar
 from hilore_jax.planning.calibration import Calibration
+from hilore_jax.planning.fingerprint import program_digest
 from hilore_jax.planning.fits import Row, factors, fitted, joint_bias
-from hilore_jax.planning.measurements import Record, content, digest, row_of
+from hilore_jax.planning.measurements import Record, row_of, subject
 from hilore_jax.planning.memory_cache import library_version
 from hilore_jax.planning.plan import Blocks
 from hilore_jax.planning.request import check_calibrate
@@ -68,8 +69,9 @@ def calibrate(
         risk: "squared" or "paper".
         seed: of the joint policies.
         resume: file that every measurement is added to, and where an earlier call's are found: of
-            the same settings and the same values of params, args and microbatches. One exact
-            gradient is computed again, which a loss that has changed does not reproduce.
+            the same settings, loss, versions of jax and of this library, and the same values of
+            params, args and, but for the rounding of floats, microbatches. One exact gradient is
+            computed again, and must come out the same.
         progress: show a bar, or a line now and then off a terminal; default: a bar on a terminal.
 
     Returns:
@@ -119,9 +121,12 @@ def calibrate(
             "more, or ask for fewer with count=."
         )
     microbatches = microbatches[:count]
-    values = "" if resume is None else digest([content(m) for m in (params, args, *microbatches)])
-    record = Record(resume, how.identity, values)
     probe = _Probe(loss, params, microbatches[0], entries, blocks.count, args)
+    about = None
+    if resume is not None:
+        about = subject(how.identity, probe.program, params, args, microbatches)
+    record = Record(resume, about, began)
+    probe.compile()
     if known := record.exact():
         again = probe(microbatches[known.micro], [0] * blocks.count, keep=True)
         record.check(known, again.exposure, again.norm)
@@ -147,7 +152,6 @@ def calibrate(
                     bar.end()
             if str(first) not in record.norms:
                 record.norms[str(first)] = probe.gathered()
-        record.seconds += time.perf_counter() - began
         record.write()
     rows = record.rows
     measured = fitted(rows, entries, risk)
@@ -215,13 +219,18 @@ class _Probe:
         self._params, self._args, self._norm = params, args, 0.0
         self.compilations = 0
         index = jnp.zeros(blocks, jnp.int32)
-        self._run = self._compiled(probe, zeros, params, microbatch, index, args)
-        self._gather = self._compiled(gather, zeros, zeros, jnp.array(False))
+        self._traced = _traced(probe, zeros, params, microbatch, index, args)
+        self._gathering = _traced(gather, zeros, zeros, jnp.array(False))
 
-    def _compiled(self, fn: Callable[..., Any], *args: Any) -> Any:
-        self.compilations += 1
-        jitted = jax.jit(fn, donate_argnums=0, compiler_options=compiler_options())
-        return jitted.lower(*args).compile()
+    @property
+    def program(self) -> str:
+        """A hash of the gradient's traced program."""
+        return program_digest(self._traced.jaxpr)
+
+    def compile(self) -> None:
+        """Once, before the first gradient."""
+        self._run, self._gather = (t.lower().compile() for t in (self._traced, self._gathering))
+        self.compilations += 2
 
     def __call__(self, micro: Any, index: Sequence[int], keep: bool = False) -> _Found:
         """One gradient; an exact one (`keep`) becomes what the next ones are compared with."""
@@ -239,6 +248,10 @@ class _Probe:
     def gathered(self) -> float:
         """The norm of the update's gradient."""
         return self._norm
+
+
+def _traced(fn: Callable[..., Any], *args: Any) -> Any:
+    return jax.jit(fn, donate_argnums=0, compiler_options=compiler_options()).trace(*args)
 
 
 def _check_exact(found: _Found, micro: int) -> None:

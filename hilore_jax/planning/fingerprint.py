@@ -2,10 +2,13 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.extend import core as jex
+
+from hilore_jax.planning.values import content
 
 Fingerprint = dict[str, str]
 
@@ -30,8 +33,7 @@ def fingerprint(block_fn: Callable, block_args: tuple[Any, ...], args: Any, **fa
         `block` (the block's traced program, hashed), `block arguments`, `update arguments`
         (shapes and dtypes, short ones in full), `jax`, and the facts, all text.
     """
-    # Printed jaxprs show the addresses of custom rules.
-    program = re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(block_fn)(*block_args)))
+    program = _printed(jax.make_jaxpr(block_fn)(*block_args))
     return {
         **{name: str(value) for name, value in facts.items()},
         "block": _digest(program),
@@ -39,6 +41,43 @@ def fingerprint(block_fn: Callable, block_args: tuple[Any, ...], args: Any, **fa
         "update arguments": describe(args),
         "jax": jax.__version__,
     }
+
+
+def program_digest(closed: Any) -> str:
+    """A hash of a traced program: what it computes, and the arrays that it captures.
+
+    Args:
+        closed: a `ClosedJaxpr`.
+
+    Example:
+        >>> import jax
+        >>> one, two = (jax.make_jaxpr(lambda x, n=n: n * x)(1.0) for n in (1.0, 2.0))
+        >>> program_digest(one) == program_digest(two)
+        False
+    """
+    return _digest(_printed(closed) + content(list(_arrays(closed))))
+
+
+def _arrays(closed: Any) -> Iterator[Any]:
+    """Every array that a closed jaxpr captures or spells out, inner jaxprs included."""
+    yield from closed.consts
+    yield from _inner_arrays(closed.jaxpr)
+
+
+def _inner_arrays(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield from (atom.val for atom in eqn.invars if isinstance(atom, jex.Literal))
+        for value in eqn.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(part, jex.ClosedJaxpr):
+                    yield from _arrays(part)
+                elif isinstance(part, jex.Jaxpr):
+                    yield from _inner_arrays(part)
+
+
+def _printed(closed: Any) -> str:
+    # Printed jaxprs show the addresses of custom rules.
+    return re.sub(r"0x[0-9a-f]+", "", str(closed))
 
 
 def describe(tree: Any) -> str:

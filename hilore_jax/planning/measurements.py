@@ -4,22 +4,22 @@ import hashlib
 import json
 import logging
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hilore_jax.actions import Policy
 from hilore_jax.planning.fields import Field, parsed
 from hilore_jax.planning.fits import Row
 from hilore_jax.planning.memory_cache import write_whole
+from hilore_jax.planning.values import alike, content, sketch
 
 _LOG = logging.getLogger("hilore_jax")
 
-# How far the same loss may come out elsewhere: a calibration can go on on another device.
+# How far the same program may come out elsewhere: a calibration can go on on another machine.
 _EXPOSURE_DIGITS, _NORM_DIGITS = 1e-3, 1e-2
 
 
@@ -39,14 +39,44 @@ def check_record(path: str | Path, identity: str) -> None:
 
 def _body(path: str | Path, identity: str) -> dict[str, Field]:
     file = parsed(path, "measurements", "Remove it.")
-    body = file.fields(("identity", "content", "norms", "seconds", "rows"))
-    if body["identity"].text() != identity:
+    body = file.value if isinstance(file.value, dict) else {}
+    # Looked at first: a file of another version of this library may have other fields.
+    if isinstance(body.get("identity"), str) and body["identity"] != identity:
         raise ValueError(
             f"{path} holds measurements of another calibration (its model, policies, passes, "
-            "microbatches, seed or jax differ). Give the settings of that one to go on with it, "
-            "name another file, or remove it."
+            "microbatches, seed, or the version of jax or hilore_jax differ). Give the settings of "
+            "that one to go on with it, name another file, or remove it."
         )
-    return body
+    return file.fields((*Subject._fields, "norms", "seconds", "rows"))
+
+
+class Subject(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        identity: as for `check_record`.
+        program: a hash of the traced gradient, with the constants in it.
+        content: a hash of the parameters, the arguments, and what of the microbatches is no float.
+        floats: `values.sketch` of each microbatch.
+    """
+
+    identity: str
+    program: str
+    content: str
+    floats: list[list[list[float]]]
+
+
+def subject(
+    identity: str, program: str, params: Any, args: Any, microbatches: Sequence[Any]
+) -> Subject:
+    """What is measured, from its values.
+
+    The microbatches' floats are compared but for rounding: an interrupted run samples them again,
+    and a log-prob that is computed again, in another order of summation, differs in its last bits.
+    Weights are read from a file or drawn from a key, and come out the same to the bit.
+    """
+    exact = [content(params), content(args), *(content(m, floats=False) for m in microbatches)]
+    return Subject(identity, program, digest(exact), [sketch(m) for m in microbatches])
 
 
 class Record:
@@ -54,23 +84,30 @@ class Record:
 
     Args:
         path: the file, or None.
-        identity: as for `check_record`.
-        content: a hash of the values that are measured: parameters, arguments, microbatches.
+        about: what is measured; not needed without a file.
+        began: when this call did, in seconds of `time.perf_counter`.
 
     Raises:
-        ValueError: as `check_record`, or measurements of other values.
+        ValueError: as `check_record`, or measurements of another loss or of other values.
     """
 
-    def __init__(self, path: str | Path | None, identity: str, content: str):
-        self._path = None if path is None else Path(path)
-        self._about = {"identity": identity, "content": content}
+    def __init__(self, path: str | Path | None, about: Subject | None, began: float):
         self.rows: list[Row] = []
         self.norms: dict[str, float] = {}
-        self.seconds = 0.0
-        if self._path is None or not self._path.exists():
+        self._path, self._about = (None, None) if path is None else (Path(path), about)
+        self._began, self._before = began, 0.0
+        if self._path is None or about is None or not self._path.exists():
             return
-        body = _body(self._path, identity)
-        if body["content"].text() != content:
+        body = _body(self._path, about.identity)
+        if body["program"].text() != about.program:
+            raise ValueError(
+                f"{path} holds measurements of another loss: its traced program, or an array that "
+                "it captures, differs. Give the loss and the settings of that one to go on with "
+                "it, name another file, or remove it."
+            )
+        floats = [[_numbers(leaf) for leaf in micro.items()] for micro in body["floats"].items()]
+        same = len(floats) == len(about.floats) and all(map(alike, floats, about.floats))
+        if body["content"].text() != about.content or not same:
             raise ValueError(
                 f"{path} holds measurements of other weights, arguments of the loss or "
                 "microbatches (the task or its sampling differs). Name another file, or remove it."
@@ -79,7 +116,12 @@ class Record:
         norms = body["norms"]
         values = norms.value if isinstance(norms.value, dict) else norms.refuse("an object")
         self.norms = {name: norms.at(each, name).number() for name, each in values.items()}
-        self.seconds = body["seconds"].number()
+        self._before = body["seconds"].number()
+
+    @property
+    def seconds(self) -> float:
+        """What the measurements took, in this call and in those before it."""
+        return self._before + time.perf_counter() - self._began
 
     def exact(self) -> Row | None:
         """The first exact gradient on record."""
@@ -119,9 +161,13 @@ class Record:
 
     def write(self) -> None:
         """Writes the file whole."""
-        if self._path is not None:
-            body = {**self._about, "norms": self.norms, "seconds": self.seconds}
+        if self._path is not None and self._about is not None:
+            body = {**self._about._asdict(), "norms": self.norms, "seconds": self.seconds}
             write_whole(self._path, json.dumps({**body, "rows": self.rows}) + "\n")
+
+
+def _numbers(field: Field) -> list[float]:
+    return [each.number(least=-math.inf) for each in field.items()]
 
 
 def _read_row(row: Field) -> Row:
@@ -161,17 +207,6 @@ def row_of(micro: int, index: Sequence[int], found: Any, entries: Sequence[Polic
             " and others" if len(chosen) > 3 else "",
         )
     return Row(micro, chosen, found.exposure, found.distance, found.norm, errors)
-
-
-def content(tree: Any) -> str:
-    """A hash of a tree's values, with their shapes and dtypes."""
-    sha = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
-        keys = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        array = np.ascontiguousarray(jax.random.key_data(leaf) if keys else leaf)
-        sha.update(f"{array.dtype}{array.shape}".encode())
-        sha.update(array.reshape(-1).view(np.uint8).data)
-    return sha.hexdigest()
 
 
 def digest(value: Any) -> str:

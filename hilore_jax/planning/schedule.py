@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from hilore_jax import tracing
 from hilore_jax.actions import Compress, Policy
 from hilore_jax.planning.calibration import FORMS, model_fingerprint
+from hilore_jax.planning.fingerprint import program_digest
 from hilore_jax.planning.measurements import digest
+from hilore_jax.planning.memory_cache import library_version
 from hilore_jax.planning.plan import Blocks
 
 MOST_POLICIES = 10
@@ -58,10 +61,12 @@ class Schedule:
 
     @property
     def identity(self) -> str:
-        """A hash of all that measurements depend on beside the microbatches' values."""
-        policies = [policy.to_json() for policy in self.entries]
+        """A hash of all that measurements depend on beside the loss and the values."""
+        # Not JSON, which does not know a user's codec: the loss's program has what a codec does.
+        policies = [str(policy) for policy in self.entries]
         how = [policies, self.passes, self.seed, self.count, self.per_update]
-        return digest([self.fingerprint, *how, jax.__version__])
+        block = program_digest(tracing.trace(self.blocks.fn, *self.blocks.args).closed)
+        return digest([self.fingerprint, block, *how, jax.__version__, library_version()])
 
     @functools.cached_property
     def _joint(self) -> int:

@@ -6,11 +6,12 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
 from hilore_jax.models.shapes import family
+from hilore_jax.planning.bounds import Real, Whole, number_faults, refuse_faults
 from hilore_jax.planning.files import check_output
 from hilore_jax.report.bench_decode import bench_decode
 from hilore_jax.report.bench_logprobs import bench_logprobs
@@ -39,6 +40,10 @@ class BenchConfig:
     """XLA GPU target description; compiles the remat benches for it, and times nothing."""
     out: str = ""
     """JSON file to write."""
+
+    BOUNDS: ClassVar[dict[str, Whole | Real]] = dict.fromkeys(
+        ("blocks", "rows", "seq", "repeats"), Whole()
+    )
 
 
 def run(config: BenchConfig) -> Iterator[dict[str, Any]]:
@@ -108,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import tyro
 
     config = tyro.cli(BenchConfig, args=None if argv is None else list(argv), prog="hilore bench")
+    refuse_faults(list(number_faults(config).values()))
     if config.out:
         check_output(config.out, "--out")
     backend = jax.default_backend()

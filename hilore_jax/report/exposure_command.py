@@ -7,10 +7,11 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
+from hilore_jax.planning.bounds import Real, Whole, number_faults, refuse_faults
 from hilore_jax.planning.files import check_folder
 from hilore_jax.report.exposure_plots import plot_exposure
 from hilore_jax.report.exposure_text import exposure_text
@@ -36,6 +37,11 @@ class ExposureConfig:
     out: str = ""
     """Folder of the pictures; the run folder by itself."""
 
+    BOUNDS: ClassVar[dict[str, Whole | Real]] = {
+        "top": Whole(),
+        "update": Whole(0, why="0 is the last one exposed"),
+    }
+
 
 def run_exposure(config: ExposureConfig) -> list[Path]:
     """Prints the tables and sequences, and writes the pictures.
@@ -50,10 +56,7 @@ def run_exposure(config: ExposureConfig) -> list[Path]:
         ValueError: no run folder, or one without a record of exposures.
         ImportError: pictures without the `[plots]` extra; the text is printed before.
     """
-    if config.top < 1:
-        raise ValueError(f"--top must be >= 1, found {config.top}")
-    if config.update < 0:
-        raise ValueError(f"--update must be >= 0, found {config.update}; 0 is the last one exposed")
+    refuse_faults(list(number_faults(config).values()))
     if config.out:
         check_folder(config.out, f"--out {config.out}")
     run = explore(config.run_dir, config.update)

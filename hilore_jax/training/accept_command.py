@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from hilore_jax.planning.accept import LIMIT, PeakOf, accept, verdict
 from hilore_jax.planning.accept_ladder import accept_ladder, check_finite_bucket
 from hilore_jax.planning.backward import block_program
 from hilore_jax.planning.bar import Bar
+from hilore_jax.planning.bounds import Real, Whole
 from hilore_jax.planning.cost import Roofline
 from hilore_jax.planning.device_memory import DevicePeak
 from hilore_jax.planning.files import check_output, kind_among
@@ -30,7 +30,7 @@ from hilore_jax.planning.menu import Entry
 from hilore_jax.planning.out_of_memory import OutOfMemoryError, naming_out_of_memory
 from hilore_jax.planning.plan import Plan, runs
 from hilore_jax.planning.profile import profile_plan
-from hilore_jax.planning.target import parse_target
+from hilore_jax.planning.target import Target, parse_target
 from hilore_jax.training.abstract import AbstractUpdate, check_plan, training_update
 from hilore_jax.training.accept_gradients import mixed_gradients, update_gradients
 from hilore_jax.training.batch import Batch
@@ -63,6 +63,14 @@ class AcceptOptions(RolloutConfig):
     out: str = ""
     """File to write instead."""
 
+    BOUNDS: ClassVar[dict[str, Whole | Real]] = {
+        **RolloutConfig.BOUNDS,
+        "updates": Whole(),
+        "first": Whole(0),
+        "limit": Real(positive=True),
+        "measure": Whole(0),
+    }
+
 
 def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan, ...]:
     """Tries the plan, or those of the ladder, writes it with the result, and prints that.
@@ -79,7 +87,6 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan,
             model or batch, or a ladder of which nothing could be tried.
     """
     training = config.training()
-    _check(config)
     kind = kind_among(config.plan, ("plan", "ladder"))
     made: Plan | Ladder = load_file(config.plan, kind, "--plan")
     if isinstance(made, Ladder):
@@ -91,7 +98,7 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan,
             "compares whole gradients. Train with it as it is: hilore train --plan "
             f"{config.plan}, and --measure-error-every for the error of its sketches"
         )
-    device = parse_target(plans[0].target)
+    device = _device(config.plan, plans[0])
     here = {"cuda": "gpu"}.get(device.platform, device.platform) == jax.default_backend()
     if config.measure and not here:
         raise ValueError(
@@ -142,6 +149,14 @@ def run_accept(config: AcceptOptions, parts: Parts | None = None) -> tuple[Plan,
     return made.plans if isinstance(made, Ladder) else (made,)
 
 
+def _device(path: str, plan: Plan) -> Target:
+    """What a plan is for."""
+    try:
+        return parse_target(plan.target)
+    except ValueError as error:
+        raise ValueError(f"{path}: target is {plan.target!r}: {error}") from None
+
+
 def _measured(update: AbstractUpdate, plans: Sequence[Plan]) -> PeakOf | None:
     """Peaks on this device, those of some plans measured at once; None: it counts none.
 
@@ -170,17 +185,6 @@ def _measured(update: AbstractUpdate, plans: Sequence[Plan]) -> PeakOf | None:
 def _tokens(batch: Batch) -> list[int]:
     """Optimized tokens of each microbatch."""
     return jnp.sum(batch.completion_mask, axis=(1, 2)).tolist()
-
-
-def _check(config: AcceptOptions) -> None:
-    if config.updates < 1:
-        raise ValueError(f"--updates {config.updates}: expected at least one complete update")
-    if config.measure < 0:
-        raise ValueError(f"--measure {config.measure}: expected a number of turns >= 0")
-    if config.first < 0:
-        raise ValueError(f"--first {config.first}: expected a position >= 0")
-    if not 0 < config.limit < math.inf:
-        raise ValueError(f"--limit {config.limit}: expected a relative error above 0")
 
 
 def _shown(bar: Bar, fn: Callable[..., Any], what: Callable[..., str]) -> Callable[..., Any]:

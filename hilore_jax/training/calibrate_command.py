@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
 from hilore_jax.actions import Policy
 from hilore_jax.planning.accept import LIMIT
+from hilore_jax.planning.bounds import Real, Whole, number_faults, refuse_faults
 from hilore_jax.planning.calibrate import calibrate
 from hilore_jax.planning.calibration import Calibration
 from hilore_jax.planning.files import check_output
@@ -63,8 +64,16 @@ class RolloutConfig:
     dtype: str = "float32"
     """Compute dtype."""
 
+    BOUNDS: ClassVar[dict[str, Whole | Real]] = {
+        name: TrainConfig.BOUNDS[name]
+        for name in (
+            *("lora_rank", "prompts", "group", "micro_rows", "prompt_length", "completion_length"),
+            *("temperature", "beta", "clip", "format_reward", "seed"),
+        )
+    }
+
     def training(self) -> TrainConfig:
-        """As settings of a training run, checked.
+        """As settings of a training run, checked, and the others with them.
 
         Raises:
             ValueError: lists every fault.
@@ -75,9 +84,14 @@ class RolloutConfig:
         shared = {name: getattr(self, name) for name in names}
         config = TrainConfig(**shared, quiet=True)
         wrong = [fault for fault in faults(config) if "run_dir" not in fault]
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        own = {name: bound for name, bound in self.BOUNDS.items() if name not in names}
+        wrong += number_faults(self, own).values()
+        refuse_faults(wrong or self.together(config))
         return config
+
+    def together(self, training: TrainConfig) -> list[str]:
+        """What is wrong with settings that are right by themselves, one sentence each."""
+        return []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +114,23 @@ class CalibrateConfig(RolloutConfig):
     """File to write; measurements are kept beside it until it is complete, and the same command
     goes on with them after an interruption."""
 
+    BOUNDS: ClassVar[dict[str, Whole | Real]] = {
+        **RolloutConfig.BOUNDS,
+        "microbatches": Whole(),
+        "passes": Whole(),
+        "policies": Whole(0),
+    }
+
+    def together(self, training: TrainConfig) -> list[str]:
+        """What is wrong with settings that are right by themselves, one sentence each."""
+        per_update = training.rows // training.micro_rows
+        if self.microbatches % per_update == 0:
+            return []
+        return [
+            f"microbatches must be a multiple of {per_update}, the microbatches of an update of "
+            f"{training.rows} rows, found {self.microbatches}"
+        ]
+
 
 def run_calibrate(config: CalibrateConfig, parts: Parts | None = None) -> Calibration:
     """Samples, measures, writes and prints.
@@ -113,13 +144,6 @@ def run_calibrate(config: CalibrateConfig, parts: Parts | None = None) -> Calibr
     """
     training = config.training()
     per_update = training.rows // training.micro_rows
-    if config.microbatches < 1 or config.microbatches % per_update:
-        raise ValueError(
-            f"--microbatches {config.microbatches}: expected a multiple of {per_update}, the "
-            f"microbatches of an update of {training.rows} rows"
-        )
-    if config.policies < 0:
-        raise ValueError(f"--policies {config.policies}: expected a number >= 0")
     also = tuple(read_policy(text, "--also") for text in config.also)
     parse_target(config.target)
     check_output(config.out, "--out", "calibration")

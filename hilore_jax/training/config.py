@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from hilore_jax.actions import Policy
 from hilore_jax.logra.counter import GENERATOR
-from hilore_jax.planning.ladder import Ladder
+from hilore_jax.planning.bounds import (
+    RANK,
+    SEED,
+    WHOLE,
+    Real,
+    Whole,
+    divisors,
+    number_faults,
+    refuse_faults,
+)
 from hilore_jax.spelling import parse_policy
 from hilore_jax.training.config_files import (
     file_faults,
@@ -156,6 +165,27 @@ class TrainConfig(LossSettings, EpochSettings, FaultSettings, EvalSettings):
     quiet: bool = False
     """No console output."""
 
+    BOUNDS: ClassVar[dict[str, Whole | Real]] = {
+        "prompts": Whole(),
+        "group": Whole(2, why="GRPO compares the completions of one prompt"),
+        **dict.fromkeys(("prompt_length", "completion_length", "micro_rows", "updates"), Whole()),
+        **dict.fromkeys(("keep_checkpoints", "mini_batches", "epochs", "eval_prompts"), Whole()),
+        "lora_rank": Whole(0, RANK, optional=True),
+        "seed": Whole(0, SEED),
+        **dict.fromkeys(("save_every", "log_exposure_every", "measure_error_every"), Whole(0)),
+        **dict.fromkeys(("eval_every", "nonfinite_limit"), Whole(0)),
+        "top_k": Whole(0),
+        **dict.fromkeys(
+            ("learning_rate", "clip", "max_grad_norm", "lora_alpha", "temperature"),
+            Real(positive=True),
+        ),
+        **dict.fromkeys(("top_p", "beta", "weight_decay", "format_reward", "risk"), Real()),
+        **dict.fromkeys(("entropy_coef", "reward_seconds"), Real()),
+        "correction_cap": Real(positive=True),
+        "clip_high": Real(optional=True),
+        "clip_dual": Real(positive=True, optional=True),
+    }
+
     @property
     def rows(self) -> int:
         """Completions an update, prompts x group."""
@@ -196,42 +226,20 @@ def faults(config: TrainConfig) -> list[str]:
         >>> faults(TrainConfig(group=1, micro_rows=4))
         ['group must be >= 2 (GRPO compares the completions of one prompt), found 1']
     """
-    found = []
-    at_least = dict.fromkeys(
-        "prompts prompt_length completion_length micro_rows updates keep_checkpoints "
-        "mini_batches epochs".split(),
-        1,
-    )
-    at_least |= dict.fromkeys(
-        "adapter_rank save_every seed log_exposure_every measure_error_every".split(), 0
-    )
-    for name, least in at_least.items():
-        if getattr(config, name) < least:
-            found.append(f"{name} must be >= {least}, found {getattr(config, name)}")
-    if config.group < 2:
-        found.append(
-            "group must be >= 2 (GRPO compares the completions of one prompt), "
-            f"found {config.group}"
-        )
-    for name in ("learning_rate", "clip", "max_grad_norm", "lora_alpha"):
-        if not 0 < getattr(config, name) < float("inf"):
-            found.append(f"{name} must be finite and > 0, found {getattr(config, name)}")
-    for name in ("beta", "weight_decay", "format_reward", "risk", "entropy_coef", "correction_cap"):
-        if not 0 <= getattr(config, name) < float("inf"):
-            found.append(f"{name} must be finite and >= 0, found {getattr(config, name)}")
-    if config.temperature == 0:
-        found.append(
+    wrong = number_faults(config)
+    found = list(wrong.values())
+    if config.temperature == 0 and "temperature" in wrong:
+        found[found.index(wrong["temperature"])] = (
             "temperature must be > 0, found 0: greedy completions of one prompt are all equal, so "
             "every advantage and the gradient would be 0"
         )
-    else:
-        found += check_sampling(config.temperature, config.top_k, config.top_p)
-    if config.micro_rows > 0 and config.rows > 0 and config.rows % config.micro_rows:
-        legal = [n for n in range(1, config.rows + 1) if config.rows % n == 0]
-        found.append(
-            f"micro_rows must divide prompts x group = {config.prompts} x {config.group} = "
-            f"{config.rows} rows, found {config.micro_rows}; legal values are {legal}"
-        )
+    good: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    found += check_sampling(**{n: v if n in wrong else getattr(config, n) for n, v in good.items()})
+    if not wrong.keys() & {"prompts", "group", "micro_rows"}:
+        if rows := _rows_faults(config):
+            found += rows
+        elif not wrong.keys() & {"mini_batches", "epochs", "updates"}:
+            found += epoch_faults(config)
     for name, parse in (("policy", read_policy), ("task_args", parse_args)):
         try:
             parse(getattr(config, name))
@@ -248,8 +256,21 @@ def faults(config: TrainConfig) -> list[str]:
     others = [name for name in ("ladder", "skip_rows", "pack_by_exposure") if getattr(config, name)]
     if config.gate and others:
         found.append(f"gate and {' and '.join(others)}: the gate is one program for all rows")
-    found += loss_faults(config) + epoch_faults(config)
+    if not wrong.keys() & {"clip_dual", "beta", "correction_cap"}:
+        found += loss_faults(config)
     return found + logra_faults(config) + folder_faults(Path(config.run_dir), config.resume)
+
+
+def _rows_faults(config: TrainConfig) -> list[str]:
+    product = f"prompts x group = {config.prompts} x {config.group} = {config.rows} rows"
+    if config.rows > WHOLE:
+        return [f"{product} must be <= {WHOLE}"]
+    if config.rows % config.micro_rows == 0:
+        return []
+    legal = divisors(config.rows, config.micro_rows)
+    return [
+        f"micro_rows must divide {product}, found {config.micro_rows}; legal values are {legal}"
+    ]
 
 
 def _ladder_faults(config: TrainConfig) -> list[str]:
@@ -260,20 +281,9 @@ def _ladder_faults(config: TrainConfig) -> list[str]:
         ]
     if config.policy != TrainConfig.policy:
         return [f"policy '{config.policy}' and a ladder: its plans hold the policies, give one"]
-    if found := file_faults(config.ladder, "ladder"):
-        return found
-    try:
-        Ladder.load(config.ladder)
-    except ValueError as error:
-        return [f"ladder: {error}"]
-    return []
+    return file_faults(config.ladder, "ladder")
 
 
 def check(config: TrainConfig) -> None:
     """Raises one ValueError that lists every fault of the settings."""
-    found = faults(config)
-    if found:
-        raise ValueError(
-            f"{len(found)} fault{'s' * (len(found) > 1)} in the settings:\n"
-            + "\n".join(f"  - {fault}" for fault in found)
-        )
+    refuse_faults(faults(config))

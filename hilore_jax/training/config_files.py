@@ -15,6 +15,7 @@ from hilore_jax.planning.plan import Plan
 from hilore_jax.planning.plan_file import to_null
 from hilore_jax.spelling import parse_policy
 from hilore_jax.training import checkpoint
+from hilore_jax.training.load import load_file
 
 
 def plan_facts(path: str, gate: bool) -> dict[str, Any]:
@@ -42,9 +43,9 @@ def ladder_digest(path: str) -> str:
 
 
 def file_faults(path: str, kind: str) -> list[str]:
-    """What stands against reading a file of this kind, which the option of its name takes."""
+    """What is wrong with a plan's or a ladder's file, which the option of its name takes."""
     try:
-        read(path, kind, f"--{kind}")
+        load_file(path, kind, f"--{kind}")
     except (ValueError, OSError) as error:
         return [str(error).rstrip(".")]
     return []

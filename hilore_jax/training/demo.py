@@ -14,10 +14,11 @@ import jax.numpy as jnp
 
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
+from hilore_jax.planning.bounds import Whole, number_faults, refuse_faults
 from hilore_jax.planning.realized import relative_error
 from hilore_jax.planning.timing import interleaved, ratio
 from hilore_jax.training.batch import Batch
-from hilore_jax.training.config import TrainConfig, check
+from hilore_jax.training.config import TrainConfig, faults
 from hilore_jax.training.gradients import make_gradients
 from hilore_jax.training.learner import Learner
 from hilore_jax.training.loss_config import loss_options
@@ -88,8 +89,8 @@ def run_demo(config: DemoConfig, parts: Parts | None = None) -> int:
         "gc": config.train_config("gc", base / "gc"),
         "compressed": config.train_config(config.policy, base / "compressed"),
     }
-    for settings in configs.values():
-        check(settings)
+    turns = number_faults(config, {"turns": Whole(0)}).values()
+    refuse_faults(list(dict.fromkeys([*turns, *(f for c in configs.values() for f in faults(c))])))
     _say(began, f"loading {config.model}")
     parts = load_parts(configs["gc"]) if parts is None else parts
     learners = {name: Learner(settings, parts.model) for name, settings in configs.items()}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import tyro
 
 from hilore_jax.explain import explain
 from hilore_jax.models.config import LoraConfig
 from hilore_jax.models.lookup import shape_of
+from hilore_jax.planning.bounds import RANK, Real, Whole, number_faults, refuse_faults
 from hilore_jax.planning.calibration import Calibration
 from hilore_jax.planning.files import kind_of
 from hilore_jax.planning.ladder import Ladder
@@ -42,6 +43,12 @@ class ExplainConfig:
     lora_rank: Rank = 0
     """Rank of LoRA adapters; 0 for none."""
 
+    BOUNDS: ClassVar[dict[str, Whole | Real]] = {
+        "rows": Whole(),
+        "seq": Whole(),
+        "lora_rank": Whole(0, RANK),
+    }
+
 
 def run_explain(config: ExplainConfig) -> None:
     """Prints the table.
@@ -53,10 +60,7 @@ def run_explain(config: ExplainConfig) -> None:
     if config.plan:
         print(_explained_file(config))
         return
-    for name, least in {"rows": 1, "seq": 1, "lora_rank": 0}.items():
-        if getattr(config, name) < least:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} must be >= {least}, found {getattr(config, name)}")
+    refuse_faults(list(number_faults(config).values()))
     policy = read_policy(config.policy, "--policy")
     lora = LoraConfig(rank=config.lora_rank) if config.lora_rank else None
     fields = {"dtype": config.dtype, "param_dtype": config.dtype, "lora": lora}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# In the fingerprint of a calibration and of plans by it; no run has them, nothing else compares.
-TASK, PROMPTS = "task of the calibration", "prompts of the calibration"
+from hilore_jax.training.facts import PROMPTS, TASK
 
 
 def seen(config: Any, prompts: int) -> dict[str, str]:

@@ -9,6 +9,7 @@ from hilore_jax.planning.calibration import Calibration
 from hilore_jax.planning.files import read
 from hilore_jax.planning.ladder import Ladder
 from hilore_jax.planning.plan import Plan
+from hilore_jax.training.facts import check_facts
 
 READERS = {"plan": Plan, "ladder": Ladder, "calibration": Calibration}
 
@@ -35,4 +36,8 @@ def load_file(path: str | Path, kind: str, option: str = "") -> Any:
         FileNotFoundError: --calibration none.json: no such file; hilore calibrate --out FILE ...
     """
     read(path, kind, option)
-    return READERS[kind].load(path)
+    made = READERS[kind].load(path)
+    for each in made.plans if isinstance(made, Ladder) else (made,):
+        again = "Calibrate again." if kind == "calibration" else "Plan again."
+        check_facts(each.fingerprint, f"{path} is a damaged {kind} file", again)
+    return made

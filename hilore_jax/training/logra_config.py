@@ -15,6 +15,7 @@ from hilore_jax.logra.sketches import Sketches
 from hilore_jax.logra.transport import FileTransport
 from hilore_jax.models.config import LINEARS, DecoderConfig
 from hilore_jax.models.sketched import sketched_config
+from hilore_jax.planning.bounds import RANK, Real, Whole, number_faults
 from hilore_jax.planning.files import check_folder
 from hilore_jax.training import checkpoint
 from hilore_jax.training.logra_state import LograSettings
@@ -30,6 +31,13 @@ NAMES = (
     *("optimizer", "rank", "targets", "projection", "update_ratio", "step_control", "kl_budget"),
     *("kl_updates", "realized_kl_every", "dense", "weights", "sync", "sync_full_every"),
 )
+_BOUNDS: dict[str, Whole | Real] = {
+    "rank": Whole(1, RANK),
+    "update_ratio": Real(positive=True),
+    "kl_updates": Whole(),
+    "realized_kl_every": Whole(0),
+    "sync_full_every": Whole(0),
+}
 
 
 def sketches_of(config: TrainConfig) -> Sketches:
@@ -144,13 +152,7 @@ def logra_faults(config: TrainConfig) -> list[str]:
             f"optimizer logra and lora_rank {config.lora_rank}: LoGRA moves the weights that "
             "adapters keep frozen; leave --lora out, or take --optimizer adamw"
         )
-    if config.rank < 1:
-        found.append(f"rank must be >= 1, found {config.rank}")
-    if not 0 < config.update_ratio < math.inf:
-        found.append(f"update_ratio must be finite and > 0, found {config.update_ratio}")
-    for name, least in {"kl_updates": 1, "realized_kl_every": 0, "sync_full_every": 0}.items():
-        if getattr(config, name) < least:
-            found.append(f"{name} must be >= {least}, found {getattr(config, name)}")
+    found += number_faults(config, _BOUNDS).values()
     checks: dict[str, Any] = {"kl_budget": kl_budget_of, "targets": lambda _: targets_of(config)}
     for name, check in checks.items():
         try:

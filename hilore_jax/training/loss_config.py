@@ -97,8 +97,6 @@ def loss_faults(config: TrainConfig) -> list[str]:
             f"correction {config.correction} with old_logps rollout: the old log-probs are the "
             "sampler's own, there is nothing to correct; take --old-logps score"
         )
-    if config.correction != "none" and config.correction_cap == 0:
-        found.append("correction_cap must be > 0, found 0")
     idle = {
         "correction_beyond": (config.correction == "none", "without correction"),
         "correction_cap": (config.correction == "none", "without correction"),

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from hilore_jax.planning.bounds import divisors
 from hilore_jax.training.batch import Batch, micro
 from hilore_jax.training.experience import Experience
 from hilore_jax.training.loss_config import row_divisors
@@ -35,20 +36,18 @@ def updates_per_rollout(config: EpochSettings) -> int:
 def epoch_faults(config: TrainConfig) -> list[str]:
     """What is wrong with the settings, one sentence each; their numbers are good."""
     found: list[str] = []
-    if min(config.mini_batches, config.epochs, config.prompts, config.rows, config.micro_rows) < 1:
-        return found  # said already
     if config.prompts % config.mini_batches:
-        legal = [n for n in range(1, config.prompts + 1) if config.prompts % n == 0]
+        legal = divisors(config.prompts, config.mini_batches)
         found.append(
             f"mini_batches must divide prompts = {config.prompts}, found {config.mini_batches}; "
-            f"legal values are {legal[:16]}"
+            f"legal values are {legal}"
         )
     elif (rows := config.rows // config.mini_batches) % config.micro_rows:
-        legal = [n for n in range(1, rows + 1) if rows % n == 0]
+        legal = divisors(rows, config.micro_rows)
         found.append(
             f"micro_rows must divide the rows of a mini-batch, {config.rows} / "
             f"{config.mini_batches} = {rows}, found {config.micro_rows}; legal values are "
-            f"{legal[:16]}"
+            f"{legal}"
         )
     per = updates_per_rollout(config)
     if config.updates % per:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from hilore_jax._extras import require
 from hilore_jax.logra.sketches import Sketches
 from hilore_jax.models.config import DecoderConfig, LoraConfig, SketchConfig
 from hilore_jax.models.lookup import shape_of
+from hilore_jax.planning.bounds import refuse_faults
 from hilore_jax.planning.buckets import microbatch_risk
 from hilore_jax.planning.budget import Budget
 from hilore_jax.planning.calibration import Calibration, model_fingerprint
@@ -30,7 +29,7 @@ from hilore_jax.training.batch_exposure import check_exposure_of, other_batch
 from hilore_jax.training.held_out import carried
 from hilore_jax.training.load import load_file
 from hilore_jax.training.logra_config import say_narrow, targets_of
-from hilore_jax.training.plan_config import PlanConfig, check_logra
+from hilore_jax.training.plan_config import PlanConfig, batch_of, plan_faults
 from hilore_jax.training.situation import MODEL, check_situation, model_facts, plan_settings
 
 
@@ -96,16 +95,7 @@ def run_plan(config: PlanConfig) -> Plan | Ladder:
 
 def _checked(config: PlanConfig) -> Calibration | None:
     """The calibration, after all that can be said of the options without the model."""
-    if config.baseline not in ("chunked", "whole-logits"):
-        raise ValueError(f"--baseline {config.baseline}: expected chunked or whole-logits")
-    for name in ("micro", "turns"):
-        if getattr(config, name) < 1:
-            raise ValueError(f"--{name} {getattr(config, name)}: expected 1 or more")
-    if config.lora_rank < 0 or not 0 <= config.beta < math.inf:
-        raise ValueError(
-            f"--lora-rank {config.lora_rank} and --beta {config.beta:g}: expected both >= 0"
-        )
-    check_logra(config)
+    refuse_faults(plan_faults(config))
     calibration: Calibration | None = None
     if config.calibration:
         calibration = load_file(config.calibration, "calibration", "--calibration")
@@ -193,12 +183,7 @@ def abstract_update(config: PlanConfig) -> AbstractUpdate:
     Raises:
         ValueError: a batch that is not ROWSxTOKENS, or an unknown model.
     """
-    match = re.fullmatch(r"([1-9][0-9]*)\s*x\s*([1-9][0-9]*)", config.batch)
-    if match is None:
-        raise ValueError(
-            f"--batch {config.batch}: expected sequences x tokens of a microbatch, such as 2x2048"
-        )
-    rows, seq = int(match[1]), int(match[2])
+    rows, seq = batch_of(config)
     completion = config.completion or seq - 1
     if not 0 < completion < seq:
         raise ValueError(f"--completion {completion}: expected 1 to {seq - 1} of {seq} tokens")

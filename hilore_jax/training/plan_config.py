@@ -1,11 +1,16 @@
-"""The settings of `hilore plan`, and what is wrong with those of LoGRA."""
+"""The settings of `hilore plan`, checked as a whole before the model is looked at."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import math
+import re
+from typing import ClassVar, Literal
 
 from hilore_jax.logra.projection import Kind
+from hilore_jax.planning import expect
+from hilore_jax.planning.bounds import RANK, WHOLE, Real, Whole, number_faults
+from hilore_jax.planning.budget import Budget
 from hilore_jax.training.config import Rank
 from hilore_jax.training.logra_config import left_over, targets_of, tiny_steps_fault
 
@@ -69,27 +74,78 @@ class PlanConfig:
     """With a calibration, in place of one plan: JSON file to write a plan for every power of two
     of its exposures to, for `hilore train --ladder`."""
 
+    BOUNDS: ClassVar[dict[str, Whole | Real]] = {
+        **dict.fromkeys(("micro", "turns"), Whole()),
+        "completion": Whole(0),
+        "lora_rank": Whole(0, RANK),
+        "beta": Real(),
+        "risk": Real(infinite=True),
+        "exposure": Real(infinite=True, optional=True),
+    }
 
-def check_logra(config: PlanConfig) -> None:
-    """Refuses settings of LoGRA that cannot be, or that would do nothing.
+
+def batch_of(config: PlanConfig) -> tuple[int, int]:
+    """Sequences of a microbatch, and tokens of each.
 
     Raises:
-        ValueError: names the options.
+        ValueError: not ROWSxTOKENS, or more tokens than a device counts.
     """
-    if config.optimizer != "logra":
-        if ignored := left_over(config):
-            raise ValueError(
-                " ".join(f"--{name} {getattr(config, name)}" for name in ignored)
-                + ": of LoGRA alone, add --optimizer logra or leave out"
-            )
-        return
-    if config.rank < 1:
-        raise ValueError(f"--rank {config.rank}: expected 1 or more")
-    if config.lora_rank:
+    match = re.fullmatch(r"([1-9][0-9]{0,9})\s*x\s*([1-9][0-9]{0,9})", config.batch)
+    if match is None or int(match[1]) * int(match[2]) > WHOLE:
         raise ValueError(
-            f"--optimizer logra and --lora-rank {config.lora_rank}: LoGRA moves the weights that "
-            "adapters keep frozen; give one or the other"
+            f"--batch {config.batch[:60]}: expected sequences x tokens of a "
+            "microbatch, such as 2x2048"
         )
-    if fault := tiny_steps_fault(config):
-        raise ValueError(fault[0])
-    targets_of(config)
+    return int(match[1]), int(match[2])
+
+
+def plan_faults(config: PlanConfig) -> list[str]:
+    """Everything that is wrong with the settings alone, one sentence each.
+
+    Example:
+        >>> plan_faults(PlanConfig(micro=0, baseline="none"))
+        ['micro must be >= 1, found 0', '--baseline none: expected chunked or whole-logits']
+    """
+    wrong = number_faults(config)
+    found = list(wrong.values())
+    if config.baseline not in ("chunked", "whole-logits"):
+        found.append(f"--baseline {config.baseline}: expected chunked or whole-logits")
+    for check in (_check_batch, lambda _: Budget(config.memory)):
+        try:
+            check(config)
+        except (ValueError, TypeError) as error:
+            found.append(f"{error}".rstrip("."))
+    if config.ladder and config.risk == math.inf:
+        found.append("risk must be finite for a ladder, found inf: every bucket shares it out")
+    return found + _logra_faults(config)
+
+
+def _check_batch(config: PlanConfig) -> None:
+    seq = batch_of(config)[1]
+    if expect.is_whole(config.completion) and config.completion >= seq:
+        raise ValueError(
+            f"--completion {expect.shown(config.completion)}: expected 1 to {seq - 1} of {seq} "
+            "tokens"
+        )
+    if seq < 2:
+        raise ValueError(f"--batch {config.batch}: expected 2 tokens or more, one to score")
+
+
+def _logra_faults(config: PlanConfig) -> list[str]:
+    """Settings of LoGRA that cannot be, or that would do nothing."""
+    if config.optimizer != "logra":
+        ignored = [f"--{name} {expect.shown(getattr(config, name))}" for name in left_over(config)]
+        return [" ".join(ignored) + ": of LoGRA alone, add --optimizer logra or leave out"] * bool(
+            ignored
+        )
+    found = list(number_faults(config, {"rank": Whole(1, RANK)}).values())
+    if config.lora_rank:
+        found.append(
+            f"--optimizer logra and --lora-rank {expect.shown(config.lora_rank)}: LoGRA moves the "
+            "weights that adapters keep frozen; give one or the other"
+        )
+    try:
+        targets_of(config)
+    except ValueError as error:
+        found.append(str(error))
+    return found + tiny_steps_fault(config)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hilore_jax.planning.files import kind_among, read
+from hilore_jax.planning.bounds import number_faults, refuse_faults
+from hilore_jax.planning.files import kind_among
+from hilore_jax.planning.ladder import Ladder
+from hilore_jax.training.load import load_file
 from hilore_jax.training.situation import plan_settings, run_settings
 
 
@@ -19,7 +22,9 @@ def taken(config: Any) -> tuple[str, dict[str, Any]]:
         The file, and the settings by name; empty where it was not made by `hilore`.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, or one of another kind.
+        FileNotFoundError, OSError: no such file, or it cannot be read.
+        ValueError: a damaged file, or one of another kind; with it, numbers of the settings that
+            are out of their bounds.
     """
     # The ladder of `hilore plan` is what it writes.
     kinds = ("calibration",) if hasattr(config, "calibration") else ("plan", "ladder")
@@ -30,16 +35,13 @@ def taken(config: Any) -> tuple[str, dict[str, Any]]:
     path = getattr(config, kind)
     if kind == "plan" and not hasattr(config, "ladder"):  # `hilore accept` takes both in one place
         kind = kind_among(path, ("plan", "ladder"))
-    facts = _fingerprint(read(path, kind, f"--{named[0]}"))
+    try:
+        made = load_file(path, kind, f"--{named[0]}")
+    except (OSError, ValueError) as error:
+        if wrong := number_faults(config):
+            refuse_faults([str(error).rstrip("."), *wrong.values()])
+        raise
+    facts = made.plans[0].fingerprint if isinstance(made, Ladder) else made.fingerprint
     found = plan_settings(facts) if kind == "calibration" else run_settings(facts, config.group)
     names = {field.name for field in dataclasses.fields(config)}
     return path, {name: value for name, value in found.items() if name in names}
-
-
-def _fingerprint(fields: Any) -> dict[str, str]:
-    """Of a file's value; empty where it has none, which its own reader will say."""
-    try:
-        first = fields["plans"][0] if "plans" in fields else fields
-        return {str(name): str(value) for name, value in first["fingerprint"].items()}
-    except (KeyError, IndexError, TypeError, AttributeError):
-        return {}

@@ -7,14 +7,24 @@ from typing import Any
 
 from hilore_jax.models.config import DecoderConfig
 from hilore_jax.planning.fingerprint import differences
-
-MODEL = "model"  # its name or folder, which is not compared: its shape is
-SHAPE = "model's shape"
-SKETCH_RANK, SKETCH_TARGETS = "LoGRA rank", "LoGRA targets"
-PROJECTION, WEIGHTS, DENSE = "LoGRA projection", "LoGRA weights", "parameters without sketches"
-RANK, ALPHA, DTYPE = "LoRA rank", "LoRA alpha", "dtype"
-ROWS, SEQ = "sequences of a microbatch", "tokens of a sequence"
-COMPLETION, MICRO, BETA = "scored tokens of a sequence", "microbatches of an update", "beta"
+from hilore_jax.training.facts import (
+    ALPHA,
+    BETA,
+    COMPLETION,
+    DENSE,
+    DTYPE,
+    MICRO,
+    MODEL,
+    PROJECTION,
+    RANK,
+    ROWS,
+    SEQ,
+    SHAPE,
+    SKETCH_RANK,
+    SKETCH_TARGETS,
+    WEIGHTS,
+    check_facts,
+)
 
 
 def model_facts(shape: DecoderConfig) -> dict[str, str]:
@@ -104,6 +114,7 @@ def check_situation(
         ValueError: the plan was made for another situation: LoRA rank: the plan has 0, this run has
         16. Give --lora-rank 0, or make another plan.
     """
+    check_facts(planned, f"the {of} is damaged", f"Make another {of}.")
     found = dict(found)
     # Of beta only whether there is a reference at all changes the program.
     if float(planned.get(BETA, 0)) and float(found.get(BETA, 0)):
@@ -144,7 +155,7 @@ def run_settings(facts: Mapping[str, str], group: int = 1) -> dict[str, Any]:
     Args:
         facts: its fingerprint; where it has none of these facts, as of an update of one's own in
             Python, the result is empty.
-        group: completions a prompt of the run.
+        group: completions a prompt of the run, as it was given.
 
     Example:
         >>> run_settings({"LoRA rank": "8", "tokens of a sequence": "96"})
@@ -155,7 +166,7 @@ def run_settings(facts: Mapping[str, str], group: int = 1) -> dict[str, Any]:
         rows, seq, completion, micro = (int(facts[n]) for n in (ROWS, SEQ, COMPLETION, MICRO))
         found["micro_rows"], found["completion_length"] = rows, completion
         found["prompt_length"] = seq - completion
-        if rows * micro % group == 0:
+        if group > 0 and rows * micro % group == 0:  # another one is refused with the settings
             found["prompts"] = rows * micro // group
     if ALPHA in facts:
         found["lora_alpha"] = float(facts[ALPHA])

@@ -40,6 +40,7 @@ def test_select_is_exact_at_every_limit_of_moved_edges(ghat, tokens, more, paper
 def test_the_ends_have_buckets():
     assert BUCKETS.select(0.0) == 0
     assert BUCKETS.select(1e30) == BUCKETS.select(math.inf) == 3
+    assert [BUCKETS.select(math.inf, tokens, 8) for tokens in (0, 1, 8)] == [3, 3, 3]
     assert BUCKETS.select(0.0, 0, 8) == 0 and BUCKETS.select(1.0, 0, 8) == 3
     assert BUCKETS.select(0.0, 0, 0) == 0
 
@@ -125,10 +126,11 @@ def test_edges_are_powers_of_two_that_cover(exposures, most):
         assert edges[0] / 2 < min(positive) <= edges[0]
 
 
-@pytest.mark.parametrize("value", [-1e-9, math.nan])
+@pytest.mark.parametrize("value", [-1e-9, -math.inf, math.nan])
 def test_refused_exposures(value):
-    with pytest.raises(ValueError, match="exposure is"):
-        BUCKETS.select(value)
+    for how in ((), (1, 8), (0, 0)):
+        with pytest.raises(ValueError, match="exposure is"):
+            BUCKETS.select(value, *how)
     with pytest.raises(ValueError, match="exposures hold"):
         power_of_two_edges([1.0, value])
 

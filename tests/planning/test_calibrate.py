@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import logging
 import math
 from typing import Any
@@ -250,7 +251,9 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
         call(DATA, count=M, per_update=2, passes=40)
     calls.clear()
     limit[0] = 1000
+    before = json.loads((tmp_path / "part.json").read_text())["seconds"]
     made = call(DATA, count=M, per_update=2, passes=40)
+    assert made.seconds > before > 0  # what the interrupted call took counts too
     # Only the exact gradients are computed again, one a microbatch, and what was under way.
     assert len(calls) <= full.passes - 11 + 1 + M
     assert [m.kappa for m in made.measured] == pytest.approx([m.kappa for m in full.measured])
@@ -259,34 +262,82 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
         call(DATA[:2], count=2, passes=40)
 
 
-def test_measurements_go_on_only_with_the_values_and_the_loss_they_were_made_with(tmp_path):
-    def scaled(policies, stack, x, scale, key):
-        value, exposure = loss(policies, stack, x)
-        return scale * value + 0 * jax.random.uniform(key), exposure
+def scaled(policies, stack, batch, scale, key, by=1.0):
+    value, exposure = loss(policies, stack, batch["x"])
+    return by * scale * value + 0 * jax.random.uniform(key), exposure
 
-    def call(fn=scaled, stack=STACK, scale=1.0, seed=0, data=DATA[:2]):
-        args = (jnp.array(scale), jax.random.key(seed))
-        how = {"blocks": BLOCKS, "policies": [UP], "count": 2, "passes": 5, "args": args}
-        return hl.calibrate(fn, stack, data, resume=tmp_path / "part.json", **how)
 
+def resumed(path, fn=scaled, stack=STACK, scale=1.0, seed=0, data=DATA[:2], tokens=3, policy=UP):
+    args = (jnp.array(scale), jax.random.key(seed))
+    how = {"blocks": BLOCKS, "policies": [policy], "count": 2, "passes": 5, "args": args}
+    batches = [{"x": x, "tokens": jnp.array(tokens)} for x in data]
+    return hl.calibrate(fn, stack, batches, resume=path, **how)
+
+
+def test_measurements_go_on_only_with_the_values_and_the_loss_they_were_made_with(
+    tmp_path, monkeypatch
+):
+    call = functools.partial(resumed, tmp_path / "part.json")
     made = call()
-    kept = (tmp_path / "part.json").read_bytes()
+    kept = (tmp_path / "part.json").read_text()
     other = jax.tree.map(lambda w: w.at[0, 0].add(1e-6), STACK)
     changes: tuple[dict[str, Any], ...] = (
         {"stack": other},
         {"scale": 2.0},
         {"seed": 1},
         {"data": DATA[2:]},
+        {"data": DATA[1::-1]},
+        {"tokens": 4},
     )
     for changed in changes:
         with pytest.raises(ValueError, match="other weights, arguments of the loss or microbatch"):
             call(**changed)
+    # A loss whose exact gradients are the same but for rounding.
+    with pytest.raises(ValueError, match=r"measurements of another loss: its traced program"):
+        call(functools.partial(scaled, by=1 + 1e-6))
+    with monkeypatch.context() as patch:
+        patch.setattr("hilore_jax.planning.schedule.library_version", lambda: "0.0+0")
+        with pytest.raises(ValueError, match=r"another calibration .*version of jax or hilore_jax"):
+            call()
+    assert (tmp_path / "part.json").read_text() == kept
+    # Sampled again: what is computed of the samples differs in the last bit.
+    again = call(data=[np.nextafter(x, np.float32(9)) for x in DATA[:2]])
+    assert again.measured == made.measured and again.seconds > made.seconds
+    body = json.loads(kept)
+    body["rows"][0][2] *= 1.05
+    (tmp_path / "part.json").write_text(json.dumps(body))
     with pytest.raises(ValueError, match=r"exact gradient of microbatch 0.*the loss is another"):
-        call(lambda *args: (1.05 * scaled(*args)[0], scaled(*args)[1]))
-    with pytest.raises(ValueError, match="the loss is another"):
-        call(lambda *args: (scaled(*args)[0], 1.05 * scaled(*args)[1]))
-    assert (tmp_path / "part.json").read_bytes() == kept
-    assert call().measured == made.measured
+        call()
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(codecs.Codec):
+    """A user's own: whole and half steps."""
+
+    steps: int = 2
+
+    def quantize(self, x):
+        """See `Codec.quantize`."""
+        return jnp.round(jnp.clip(x, -self.limit, self.limit) * self.steps).astype(self.dtype)
+
+    def dequantize(self, payload, shape):
+        """See `Codec.dequantize`."""
+        return payload.astype(jnp.float32) / self.steps
+
+
+def test_a_users_own_codec_is_calibrated_and_goes_on(tmp_path):
+    def policy(**how):
+        codec = Halves("int8", "int8", 63.0, False, **how)  # not to be taken for the built-in one
+        return hl.Policy({"up": hl.Compress(codec, tile=None)})
+
+    path = tmp_path / "part.json"
+    made = resumed(path, policy=policy())
+    assert made.policies == (policy(),) and made.risk(policy(), 0, 0.5) > 0
+    assert resumed(None, policy=policy()).measured == made.measured
+    assert resumed(path, policy=policy()).measured == made.measured
+    for other in (policy(steps=1), UP):
+        with pytest.raises(ValueError, match="measurements of another loss"):
+            resumed(path, policy=other)
 
 
 def test_bad_input():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from blocks import inputs, mlp, params
-from hilore_jax.planning.fingerprint import describe, differences, fingerprint
+from hilore_jax.planning.fingerprint import describe, differences, fingerprint, program_digest
 
 P, X = params(), inputs()
 BASE = fingerprint(mlp, (P, X), (P, X), target="cpu", blocks=3)
@@ -52,6 +52,18 @@ def test_custom_rules_do_not_print_their_address_into_it():
         for n in (1, 5000)
     ]
     assert run[0] == run[1] and run[0].strip()
+
+
+def test_a_program_is_told_by_the_arrays_that_it_captures():
+    def digest(w, scale=2.0, inner=lambda fn: fn):
+        return program_digest(jax.make_jaxpr(lambda x: inner(lambda x: x @ w)(x) * scale)(X[0]))
+
+    w, other = jnp.eye(8), jnp.eye(8).at[3, 3].add(1e-6)
+    looped = lambda fn: lambda x: jax.lax.scan(lambda c, _: (fn(c), None), x, length=2)[0]  # noqa: E731
+    for inner in (lambda fn: fn, jax.jit, jax.checkpoint, looped):
+        assert digest(w, inner=inner) == digest(jnp.array(w), inner=inner)
+        assert digest(w, inner=inner) != digest(other, inner=inner)
+    assert digest(w) != digest(w, scale=2.0000002) != digest(w, inner=looped)
 
 
 def test_describe_counts_equal_leaves():

@@ -93,6 +93,17 @@ def test_lower_exposure_compresses_more_and_the_top_is_exact():
     assert "exposure to" in str(ladder) and "inf" in str(ladder)
 
 
+def test_an_exposure_that_is_no_size_has_no_plan_and_an_infinite_one_the_last():
+    exact = bare_plan((GC,), [Entry(GC, 0, 0.0, 0, 0, 0.0)])
+    ladder = Ladder((1.0, 2.0, 4.0, math.inf), (exact,) * 4)
+    for how in ((), (10, 40), (0, 40)):
+        for bad in (math.nan, -math.inf, -1e-30):
+            with pytest.raises(ValueError, match=f"exposure is {bad}: expected a number >= 0"):
+                ladder.select(bad, *how)
+        assert ladder.select(math.inf, *how) == len(ladder.plans) - 1 == 3
+    assert ladder.select(-0.0) == 0
+
+
 def test_a_bucket_takes_the_next_ones_plan_where_that_is_faster():
     seconds = {0.5: 3.0, 1.0: 2.0, 2.0: 2.5, math.inf: 4.0}
 

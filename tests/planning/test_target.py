@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from hilore_jax.planning import present, topology
 from hilore_jax.planning.memory import compiled_memory, memory_of
-from hilore_jax.planning.target import Target, known_targets, parse_target
+from hilore_jax.planning.target import Target, known_targets, parse_target, platform_of
 from hilore_jax.planning.target_data import GPUS, TPUS
 from hilore_jax.planning.target_file import load_target
 
@@ -133,6 +134,26 @@ def test_attached_gpu_of_a_known_kind_has_the_datasheets_figures():
 def test_too_few_devices_says_how_to_get_more():
     with pytest.raises(ValueError, match=r"99 cpu devices wanted.*device_count=99"):
         parse_target("cpux99")
+
+
+@pytest.mark.parametrize(
+    ("name", "platform"),
+    [
+        *((name, name.partition(":")[0]) for name in (*CUDA, *TPU)),
+        *(("cuda:h100-80x8", "cuda"), ("tpu:v5e:2x4", "tpu")),
+        *((name, "cpu") for name in ("cpu", "cpux1", "cpux16", "device", "devicex4")),
+        *((name, None) for name in ("half", "cpux0", "cpus", "my cuda:h200", "devices", "")),
+    ],
+)
+def test_a_platform_is_known_by_the_targets_name(name, platform):
+    assert platform_of(name) == platform
+
+
+def test_a_device_of_this_process_has_its_own_platform(monkeypatch):
+    for own, platform in (("gpu", "cuda"), ("cuda", "cuda"), ("tpu", "tpu")):
+        monkeypatch.setattr(jax, "devices", lambda own=own: [types.SimpleNamespace(platform=own)])
+        assert platform_of("device") == platform_of("devicex2") == platform
+        assert platform_of("cpux2") == "cpu"
 
 
 def test_meshes_hold_the_targets_devices():

@@ -35,7 +35,7 @@ def test_text_alone_needs_no_extra(run_folder, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--top", "0"], "--top must be >= 1"), (["--update", "7"], "update 7 was not recorded")],
+    [(["--top", "0"], "top must be >= 1"), (["--update", "7"], "update 7 was not recorded")],
 )
 def test_bad_input(run_folder, capsys, options, message):
     assert cli.main(["exposure", str(run_folder), *options]) == 2

@@ -12,8 +12,10 @@ from flax import nnx
 import hilore_jax as hl
 from hilore_jax.models.config import DecoderConfig, LoraConfig
 from hilore_jax.models.decoder import Decoder, segment
-from hilore_jax.training.abstract import AbstractUpdate
+from hilore_jax.planning.fingerprint import fingerprint
+from hilore_jax.training.abstract import AbstractUpdate, check_plan
 from hilore_jax.training.step import init_state
+from plans import bare_plan
 
 CONFIG = DecoderConfig(
     vocab_size=40, d_model=16, d_ff=24, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=8
@@ -76,6 +78,24 @@ def test_random_arguments_have_those_shapes_and_make_an_update_that_moves():
     assert float(metrics["grad_norm"]) > 0 and int(metrics["n_tokens"]) == 2 * 2 * 5
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), new.params, state.params)
     assert any(jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize("target", ["cpu", "cpux1", "cpux8", "device", "devicex1", "cuda:h100-80"])
+def test_a_plan_is_for_its_batch_where_it_is_for_this_platform(target):
+    update = make()
+    blocks, args = update.blocks(), update.arguments((GC,) * CONFIG.n_layers)
+    facts = {"blocks": blocks.count, "argnums": blocks.argnums}
+    facts = fingerprint(blocks.fn, blocks.args, args, **facts) | update.facts()
+    plan = bare_plan((GC,) * CONFIG.n_layers, [], target=target, fingerprint=facts)
+    check_plan(plan, update)
+    longer, wider = make(seq=16), make(dataclasses.replace(CONFIG, d_ff=32))
+    if target.startswith("cuda"):  # of another platform only the model can be compared
+        check_plan(plan, longer)
+    else:
+        with pytest.raises(ValueError, match="tokens of a sequence: the plan has 8, this run has"):
+            check_plan(plan, longer)
+    with pytest.raises(ValueError, match="model's shape: the plan has width of the MLP 24"):
+        check_plan(plan, wider)
 
 
 def test_whole_and_chunked_logits_give_the_same_update():

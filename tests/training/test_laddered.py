@@ -179,6 +179,30 @@ def test_a_microbatch_above_its_bucket_is_done_again_before_it_counts(
     np.testing.assert_allclose(metrics["loss"], seen["loss"], rtol=1e-5)
 
 
+def test_the_first_choice_leaves_room_for_what_a_clipped_ratio_may_become(start, ladders, batch):
+    laddered = ladders("three")
+    data = no_reference(batch, (-1.0,) * 4)
+    mask = np.asarray(data.completion_mask)
+    counts, total = mask.sum(axis=(1, 2)), int(mask.sum())
+    # Log-probs of the policy at hand, read off ratios that no clipping cuts: A < 0, and large.
+    apart = dataclasses.replace(data, logp_old=jnp.full_like(data.logp_old, -12.0))
+    ratio = np.abs(run(start, laddered, apart)[1]["omega"]) * total
+    assert ratio[mask].min() > 1
+    logp = np.where(mask, np.log(np.where(mask, ratio, 1.0)) - 12.0, 0.0)
+    # Every ratio is 1.1, within the margin of 0.2, and the sum of |A| just below the first edge:
+    # the exact exposure is above it.
+    limits = np.array([laddered.buckets.limit(0, int(count), total) for count in counts])
+    calm = dataclasses.replace(
+        data,
+        logp_old=jnp.asarray(logp - np.log(1.1), jnp.float32),
+        advantages=jnp.asarray((-0.96 * limits * total / counts)[:, None] * np.ones((2, 2)), "f"),
+    )
+    _, metrics = run(start, laddered, calm)
+    np.testing.assert_allclose(metrics["micro_exposure"], 1.1 * 0.96 * limits, rtol=1e-4)
+    assert metrics["ladder_redo"] == 0
+    assert [metrics[f"ladder_hits/{edge}"] for edge in ("0.25", "0.5", "inf")] == [0, 2, 0]
+
+
 @pytest.mark.parametrize("pack", [False, True])
 def test_rows_of_zero_advantage_change_nothing_when_left_out(start, plain, ladders, batch, pack):
     data = no_reference(batch, (0.0, -1.5, 0.0, 2.5), micro=4)

@@ -280,10 +280,10 @@ def test_a_plan_for_a_gpu_that_is_not_here(run, tmp_path):
         (["--out", "."], "--out . is a folder"),
         (["--plot", "curve.txt"], "--plot curve.txt: expected a name ending in .png"),
         (["--model", "./none"], "no model './none': it is neither a folder"),
-        (["--micro", "0"], "--micro 0: expected 1 or more"),
+        (["--micro", "0"], "micro must be >= 1, found 0"),
         (["--cost", "guessed"], "--cost guessed: expected modelled, measured, or"),
         (["--cost", "measured", "--target", "cuda:h200"], "cuda:h200, which is only compiled for"),
-        (["--cost", "measured", "--turns", "0"], "--turns 0: expected 1 or more"),
+        (["--cost", "measured", "--turns", "0"], "turns must be >= 1, found 0"),
     ],
 )
 def test_wrong_options_are_named(run, capsys, options, message):

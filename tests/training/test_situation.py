@@ -1,7 +1,7 @@
 """What a file was made for is told in words, with the options that agree with it."""
 
 import dataclasses
-import json
+import re
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from hilore_jax import cli
 from hilore_jax.planning.menu import Entry
 from hilore_jax.training.accept_command import AcceptOptions
 from hilore_jax.training.config import TrainConfig
+from hilore_jax.training.facts import COMPLETION, MICRO, PROMPTS, ROWS, SEQ
 from hilore_jax.training.plan_command import PlanConfig
 from hilore_jax.training.recorded import taken
 from hilore_jax.training.situation import check_situation, plan_settings, run_settings, update_facts
@@ -117,6 +118,10 @@ def test_commands_take_from_their_file_what_is_not_given(facts, tmp_path, capsys
 
     assert parse(TrainConfig, "train", ["--ladder", ladder]).micro_rows == 4
     assert parse(AcceptOptions, "accept", [plan]).lora_rank == 2
+    for command in (["train", "--plan", plan], ["train", "--ladder", ladder], ["accept", plan]):
+        assert cli.main([*command, "--group", "0", "--micro-rows", "0"]) == 2
+        said = capsys.readouterr().err
+        assert "group must be >= 2" in said and "micro_rows must be >= 1, found 0" in said
     from_calibration = ["--calibration", str(tmp_path / "calibration.json"), "--ladder", "new.json"]
     planned = parse(PlanConfig, "plan", [*from_calibration, "--micro", "2"])
     assert (planned.batch, planned.completion, planned.micro) == ("4x96", 32, 2)
@@ -124,9 +129,52 @@ def test_commands_take_from_their_file_what_is_not_given(facts, tmp_path, capsys
 
 
 def test_a_file_without_facts_says_nothing(tmp_path):
-    body = {"policies": [], "menu": [], "gc": {}, "fingerprint": None}
-    (tmp_path / "plan.json").write_text(json.dumps(body))
     path = str(tmp_path / "plan.json")
+    bare_plan([GC], [Entry(GC, 0, 0.0, 0, 0, 0.0)]).save(path)
     assert taken(TrainConfig(plan=path)) == (path, {})
     with pytest.raises(FileNotFoundError, match="--plan none: no such file"):
         taken(TrainConfig(plan="none"))
+
+
+DAMAGED = {
+    "LoRA rank": ("many", "-1", "1" * 5000, "2.0", ""),
+    "LoGRA rank": ("?", "-8"),
+    "LoRA alpha": ("nan", "0", "?"),
+    "beta": ("?", "-0.1", "inf"),
+    "dtype": ("float3",),
+    "parameters without sketches": ("melted",),
+    **dict.fromkeys((ROWS, SEQ, COMPLETION, MICRO), ("0", "-4", "1.5", "9" * 40)),
+    PROMPTS: ("-1", "\u00b2", "some"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_fact_is_named_by_every_command_that_takes_the_file(facts, tmp_path, name):
+    paths = {kind: str(tmp_path / f"{kind}.json") for kind in ("plan", "ladder", "calibration")}
+    for value in DAMAGED[name]:
+        wrong = {**facts, name: value}
+        made = bare_plan([GC], [Entry(GC, 0, 0.0, 0, 0, 0.0)], fingerprint=wrong)
+        made.save(paths["plan"])
+        hl.Ladder((1.0, float("inf")), (made, made)).save(paths["ladder"])
+        fits = hl.Calibration((), 1.0, 1.0, (0.5,), wrong, 1, 1.0, 1, {})
+        fits.save(paths["calibration"])
+        for kind, config in {
+            "plan": TrainConfig(plan=paths["plan"]),
+            "ladder": AcceptOptions(plan=paths["ladder"]),
+            "calibration": PlanConfig(calibration=paths["calibration"]),
+        }.items():
+            said = f"is a damaged {kind} file: fingerprint.{name} must be .* again"
+            with pytest.raises(ValueError, match=f"^{re.escape(paths[kind])} {said}"):
+                taken(config)
+        with pytest.raises(ValueError, match=f"the plan is damaged: fingerprint.{name} must be"):
+            check_situation(wrong, facts, "plan")
+
+
+def test_a_damaged_file_and_wrong_numbers_come_in_one_message(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_text('{"policies": [], "menu": [], "gc": {}, "schema": 5}')
+    for command, option in (("train", "--plan"), ("accept", "--plan")):
+        assert cli.main([command, option, str(path), "--group", "0", "--prompts", "-1"]) == 2
+        said = capsys.readouterr().err
+        assert "3 faults" in said and "plan.json is a damaged plan file: the field" in said
+        assert "group must be >= 2" in said and "prompts must be >= 1, found -1" in said
