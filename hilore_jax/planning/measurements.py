@@ -47,7 +47,9 @@ def _body(path: str | Path, identity: str) -> dict[str, Field]:
             "microbatches, seed, or the version of jax or hilore_jax differ). Give the settings of "
             "that one to go on with it, name another file, or remove it."
         )
-    return file.fields((*Subject._fields, "norms", "seconds", "rows"))
+    found = file.fields((*Subject._fields, "norms", "seconds", "rows"))
+    found["identity"].text()
+    return found
 
 
 class Subject(NamedTuple):

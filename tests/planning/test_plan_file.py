@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -19,7 +20,7 @@ from hilore_jax.planning.calibration import Measured as Fit
 from hilore_jax.planning.fields import Field, checked_schema
 from hilore_jax.planning.fits import Row
 from hilore_jax.planning.measured import Measured, Timing
-from hilore_jax.planning.measurements import Record
+from hilore_jax.planning.measurements import Record, subject
 
 N = 3
 W, X = jnp.ones((N, 4, 4)) / 4, jnp.ones((64, 4))
@@ -33,6 +34,7 @@ OURS = (
     "another model shape",
     "another calibration",
     "holds measurements of other",
+    "holds measurements of another loss",
 )
 
 
@@ -375,17 +377,21 @@ def test_the_shipped_calibration_is_read():
 
 
 def test_damaged_measurements_of_a_calibration_are_named(tmp_path):
-    path = tmp_path / "part.json"
-    record = Record(path, "this", "data")
+    path, micro = tmp_path / "part.json", {"x": np.arange(3.0), "tokens": np.arange(3)}
+    about = subject("this", "traced", (), (), [micro, micro])
+    record = Record(path, about, 0.0)
     record.norms["0"] = 1.0
     record.add(Row(0, (), 0.5, 0.0, 1.0, ()))
     record.add(Row(0, ((1, 2),), 0.5, math.inf, 1.0, ((0.1, math.nan),)))
-    again = Record(path, "this", "data")
+    again = Record(path, about, 0.0)
     assert repr(again.rows) == repr(record.rows) and again.norms == record.norms
     fields = json.loads(path.read_text())
     for place, wrong in itertools.product(places(fields), WRONG.values()):
         path.write_text(json.dumps(changed(fields, place, wrong)))
-        outcome(lambda: Record(path, "this", "data"))
+        outcome(lambda: Record(path, about, 0.0))
+    path.write_text(json.dumps(fields | {"identity": None}))
+    with pytest.raises(ValueError, match="identity is null, expected"):
+        Record(path, about, 0.0)
     path.write_text(json.dumps(fields)[:-9])
     with pytest.raises(ValueError, match=r"is not a measurements file: .*cut off.* remove it"):
-        Record(path, "this", "data")
+        Record(path, about, 0.0)
