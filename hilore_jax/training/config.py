@@ -40,7 +40,7 @@ from hilore_jax.training.tasks import parse_args
 _FREE = (
     *("updates", "run_dir", "resume", "save_every", "keep_checkpoints", "log_entropy", "quiet"),
     *("log_exposure_every", "measure_error_every", "realized_kl_every"),
-    *("sync", "sync_full_every"),
+    *("sync", "sync_full_every", "config"),
     *("reward_failures", "reward_seconds", "nonfinite_limit"),
     *("eval_every", "eval_prompts", "eval_sampling"),
     "fixed_gradient_norm",  # it counts where there is such a norm: `trainer._fingerprint`
@@ -57,6 +57,8 @@ ChosenRank = Annotated[int | None, tyro.conf.arg(aliases=("--lora",), metavar="I
 class TrainConfig(LossSettings, EpochSettings, FaultSettings, EvalSettings):
     """GRPO on a verifiable task, each update under a remat policy."""
 
+    config: str = ""
+    """TOML or JSON file of these settings; those on the command line count more."""
     model: str = "smollm2-135m-instruct"
     """Bundled model's name (`smollm2-135m-instruct`), Hugging Face folder, or GGUF file."""
     task: str = "chain_sum"
