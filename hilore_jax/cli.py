@@ -127,7 +127,14 @@ def _parse_with_file(kind: type, command: str, argv: Sequence[str]) -> Any:
     from hilore_jax.training.recorded import taken
 
     config = _parse(kind, command, argv)
-    path, defaults = taken(config)
+    written: dict[str, Any] = {}
+    if getattr(config, "config", ""):
+        from hilore_jax.training.settings_file import read_settings
+
+        written = read_settings(config.config, kind)
+        config = _parse(kind, command, argv, default=dataclasses.replace(kind(), **written))
+    path, found = taken(config)
+    defaults = {name: value for name, value in found.items() if name not in written}
     if not defaults:
         return config
     config = _parse(kind, command, argv, default=dataclasses.replace(config, **defaults))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,23 +12,29 @@ from jax import Array
 from jaxtyping import Float, Shaped
 
 from hilore_jax.grpo.checks import at_least_float32, is_concrete
+from hilore_jax.grpo.terms import check_choice
 
 STD_EPSILON = 1e-6
+Scale = Literal["group", "batch", "none"]
 
 
 def group_advantages(
     rewards: Shaped[Array | np.ndarray, "..."] | Sequence[Any],
+    scale: Scale = "group",
 ) -> Float[Array, "prompts group"]:
     """Advantages of the responses of each prompt, in units of the group's reward spread.
 
     `A_i = (r_i - mean r) / (std r + 1e-6)`, population standard deviation (ddof 0); a group whose
     rewards are all equal (`max == min`) gives exactly 0 (GRPO, arXiv 2402.03300, with the test of
     equality of HiLoRe, arXiv 2609.33570). Evaluated on `(r - min) / (max - min)`, so an offset or
-    a scale common to the group costs no accuracy.
+    a scale common to the group costs no accuracy. With `scale="batch"` the deviation is that of
+    all rewards (still `r_i - mean r` of the group), with "none" there is no division (Dr. GRPO,
+    arXiv 2503.20783).
 
     Args:
         rewards: `[prompts, group]`, any real dtype, reward units; an array or nested lists of
             numbers. NumPy float64 and lists are shifted in float64 before they become float32.
+        scale: what the differences are divided by.
 
     Returns:
         `[prompts, group]` float32 (float64 if the rewards are), dimensionless. Under `jit` a
@@ -42,6 +49,7 @@ def group_advantages(
         [[ 0.999998 -0.999998 -0.999998  0.999998]
          [ 0.        0.        0.        0.      ]]
     """
+    check_choice("scale", scale, typing.get_args(Scale))
     rewards = _as_array(rewards)
     if np.ndim(rewards) != 2:
         raise ValueError(
@@ -68,9 +76,22 @@ def group_advantages(
     dtype = at_least_float32(unit)
     spread, equal = jnp.asarray(spread, dtype), jnp.asarray(equal)
     centred = unit - jnp.mean(unit, axis=1, keepdims=True)
-    std = jnp.sqrt(jnp.mean(centred**2, axis=1, keepdims=True))
-    scaled_epsilon = STD_EPSILON / jnp.where(equal, jnp.ones_like(spread), spread)
-    return jnp.where(equal, jnp.zeros_like(centred), centred / (std + scaled_epsilon))
+    if scale == "group":
+        std = jnp.sqrt(jnp.mean(centred**2, axis=1, keepdims=True))
+        scaled_epsilon = STD_EPSILON / jnp.where(equal, jnp.ones_like(spread), spread)
+        return jnp.where(equal, jnp.zeros_like(centred), centred / (std + scaled_epsilon))
+    # In reward units again; the deviation of all rewards is that within groups and between them.
+    differences = jnp.where(equal, jnp.zeros_like(centred), centred * spread)
+    if scale == "none":
+        return differences
+    means = jnp.asarray(xp.mean(rewards - xp.min(low), axis=1, keepdims=True), dtype)
+    between = means - jnp.mean(means)
+    # In units of the largest, whose square neither overflows nor vanishes.
+    unit = jnp.maximum(jnp.max(jnp.abs(differences)), jnp.max(jnp.abs(between)))
+    unit = jnp.where(unit == 0, jnp.ones_like(unit), unit)
+    inside, between = differences / unit, between / unit
+    std = jnp.sqrt(jnp.mean(inside**2 + between**2))
+    return inside / (std + STD_EPSILON / unit)
 
 
 def group_rewards(

@@ -152,3 +152,30 @@ def check_number(
     inside = low is None or (number > low if above is not None else number >= low)
     if not np.isfinite(number) or not inside:
         raise ValueError(f"{name} is {number}; expected a finite number {wanted}.")
+
+
+def check_divisors(name: str, value: Any, rows: int) -> None:
+    """Raise unless concrete divisors, one of all rows or one a row, are finite and >= 0.
+
+    Args:
+        name: What to call them in the error.
+        value: A number or scalar array, or `[rows]`.
+        rows: Rows of the batch.
+
+    Raises:
+        ValueError: Another shape, not finite, or negative.
+    """
+    if np.shape(value) not in ((), (rows,)):
+        raise ValueError(
+            f"{name} has shape {np.shape(value)}; expected a scalar or one number for each of the "
+            f"{rows} rows."
+        )
+    if not np.shape(value):
+        check_number(name, value, least=0.0)
+    elif is_concrete(value):
+        found = np.asarray(value)
+        bad = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
+        if len(bad):
+            raise ValueError(
+                f"{name} is {found[bad[0]]} at row {bad[0]}; expected finite numbers >= 0."
+            )

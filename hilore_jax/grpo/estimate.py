@@ -12,7 +12,15 @@ from jaxtyping import Bool, Float, Num, Shaped
 
 from hilore_jax.grpo.checks import check_number
 from hilore_jax.grpo.exposure import exposure
-from hilore_jax.grpo.terms import LOG_RATIO_LIMIT, loss_scalars, token_arrays
+from hilore_jax.grpo.objective import check_form
+from hilore_jax.grpo.terms import (
+    LOG_RATIO_LIMIT,
+    Ratio,
+    Reference,
+    Surrogate,
+    loss_scalars,
+    token_arrays,
+)
 
 # omega is rounded three times and the sum once; this covers both with room.
 _ROUNDING = 1 + 2.0**-20
@@ -40,6 +48,10 @@ def estimate_exposure(
     clip: ArrayLike = 0.2,
     beta: ArrayLike = 1e-3,
     clip_high: ArrayLike | None = None,
+    clip_dual: ArrayLike | None = None,
+    ratio: Ratio = "token",
+    surrogate: Surrogate = "clip",
+    reference: Reference = "k3",
     margin: ArrayLike | None = None,
     per_row: bool = False,
 ) -> ExposureEstimate:
@@ -63,6 +75,10 @@ def estimate_exposure(
     `m = clip_high` is the default. The exact exposure is known after the forward; `is_bound` says
     whether it has to be compared.
 
+    Ratios of whole sequences are held in the same way. The surrogate "cispo" holds the ratio for
+    both signs, so that it is a bound whatever A is. The reference term "k1" adds exactly beta/N;
+    "k2", `|logp - logp_ref|` at the ends of the same range.
+
     Args:
         logp_old: `[batch, seq]`, nats.
         logp_ref: `[batch, seq]`, nats, or None.
@@ -72,6 +88,10 @@ def estimate_exposure(
         clip: Lower eps, and the upper one where `clip_high` is None.
         beta: Weight of the reference term.
         clip_high: Upper eps.
+        clip_dual: As in `loss_and_coefficients`, like the next three.
+        ratio: See there.
+        surrogate: See there.
+        reference: See there.
         margin: m >= 0; None: `clip_high`.
         per_row: One estimate a sequence.
 
@@ -92,24 +112,43 @@ def estimate_exposure(
     """
     margin = (clip if clip_high is None else clip_high) if margin is None else margin
     check_number("margin", margin, least=0.0)
+    check_form(advantages, clip_dual, ratio, surrogate, reference)
     _, tokens = token_arrays(logp_old, logp_old, logp_ref, advantages, mask)
-    scalars = loss_scalars(tokens.logp_old.dtype, update_tokens, clip, clip_high, beta)
-    top = 1.0 + jnp.asarray(margin).astype(tokens.logp_old.dtype)
-    positive = tokens.advantages >= 0
+    dtype = tokens.logp_old.dtype
+    scalars = loss_scalars(
+        dtype,
+        update_tokens,
+        len(tokens.mask),
+        clip=clip,
+        beta=beta,
+        clip_high=clip_high,
+        clip_dual=clip_dual,
+    )
+    top = 1.0 + jnp.asarray(margin).astype(dtype)
+    held = tokens.advantages >= 0
+    if surrogate == "cispo":
+        held = jnp.ones_like(held)
     # NaN advantages and log-probs stay visible: neither comparison nor maximum drops them.
-    terms = jnp.where(positive, scalars.high, top) * jnp.abs(tokens.advantages)
+    terms = jnp.where(held, scalars.high, top) * jnp.abs(tokens.advantages)
     terms = terms + 0.0 * tokens.logp_old
-    certain: Array = positive | ~tokens.mask
+    certain: Array = held | ~tokens.mask
     if tokens.logp_ref is not None:
-        certain = certain & (scalars.beta == 0)
-        terms = terms + scalars.beta * _reference(tokens.logp_ref - tokens.logp_old, top)
+        if reference != "k1":
+            certain = certain & (scalars.beta == 0)
+        terms = terms + scalars.beta * _largest(tokens.logp_ref - tokens.logp_old, top, reference)
     values = exposure(scalars.weight * terms, tokens.mask, per_row=per_row)
     return ExposureEstimate(values * _ROUNDING, jnp.all(certain, axis=-1 if per_row else None))
 
 
-def _reference(gap: Float[Array, "batch seq"], top: Float[Array, ""]) -> Float[Array, "batch seq"]:
-    """Largest `|1 - exp(gap) / r|` for r in `[1 / top, top]`: it is convex in 1/r, so at an end."""
+def _largest(
+    gap: Float[Array, "batch seq"], top: Float[Array, ""], reference: Reference
+) -> Float[Array, "batch seq"]:
+    """The reference term's largest slope for r in `[1 / top, top]`; convex, so at an end."""
+    if reference == "k1":
+        return jnp.ones_like(gap) + 0.0 * gap
     shift = jnp.log(top)
+    if reference == "k2":
+        return jnp.abs(gap) + shift
     ends = (jnp.expm1(jnp.minimum(gap + s, LOG_RATIO_LIMIT)) for s in (-shift, shift))
     low, high = (jnp.abs(end) for end in ends)
     return jnp.maximum(low, high)

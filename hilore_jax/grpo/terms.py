@@ -1,8 +1,8 @@
-"""What the loss and its metrics share: checked inputs, the extended `exp`, the k3 estimator."""
+"""What the loss and its metrics share: checked inputs, the extended `exp`, reference terms."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from hilore_jax.grpo.checks import (
     at_least_float32,
+    check_divisors,
     check_finite,
     check_mask,
     check_number,
@@ -19,6 +20,23 @@ from hilore_jax.grpo.checks import (
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratio from which `exp` continues as its tangent line."""
+
+
+Ratio = Literal["token", "sequence"]
+Surrogate = Literal["clip", "cispo"]
+Reference = Literal["k1", "k2", "k3"]
+
+
+class LossOptions(TypedDict, total=False):
+    """The keyword arguments of `loss_and_coefficients`, which say what they are."""
+
+    clip: ArrayLike
+    beta: ArrayLike
+    clip_high: ArrayLike | None
+    clip_dual: ArrayLike | None
+    ratio: Ratio
+    surrogate: Surrogate
+    reference: Reference
 
 
 class TokenArrays(NamedTuple):
@@ -33,9 +51,10 @@ class TokenArrays(NamedTuple):
 class LossScalars(NamedTuple):
     """Scalars of one loss, in the dtype of the tokens."""
 
-    weight: Array  # 1 / update_tokens, or 0 without tokens
+    weight: Array  # 1 / update_tokens, or 0 without tokens; `[]` or `[batch, 1]`
     low: Array  # 1 - clip
     high: Array  # 1 + clip (or 1 + clip_high)
+    dual: Array  # infinite where it is None
     beta: Array
 
 
@@ -52,6 +71,16 @@ def k3(gap: Array) -> Array:
     inside = jnp.expm1(jnp.minimum(gap, LOG_RATIO_LIMIT))
     beyond = edge * (1.0 + (gap - LOG_RATIO_LIMIT)) - 1.0
     return jnp.where(gap > LOG_RATIO_LIMIT, beyond, inside) - gap
+
+
+def log_ratios(logp: Array, tokens: TokenArrays, ratio: Ratio) -> Array:
+    """`logp - logp_old`, or its mean over each row's optimized tokens at all of them."""
+    gaps = logp - tokens.logp_old
+    if ratio == "token":
+        return gaps
+    count = jnp.maximum(jnp.sum(tokens.mask, axis=-1, keepdims=True), 1).astype(gaps.dtype)
+    total = jnp.sum(jnp.where(tokens.mask, gaps, 0), axis=-1, keepdims=True)
+    return jnp.where(tokens.mask, total / count, 0)
 
 
 def token_arrays(
@@ -99,9 +128,12 @@ def token_arrays(
 def loss_scalars(
     dtype: DTypeLike,
     update_tokens: ArrayLike,
-    clip: ArrayLike,
-    clip_high: ArrayLike | None,
-    beta: ArrayLike,
+    rows: int,
+    *,
+    clip: ArrayLike = 0.2,
+    beta: ArrayLike = 1e-3,
+    clip_high: ArrayLike | None = None,
+    clip_dual: ArrayLike | None = None,
 ) -> LossScalars:
     """Check the scalars of a loss and cast them; arguments as in `loss_and_coefficients`."""
     if update_tokens is None:
@@ -110,14 +142,24 @@ def loss_scalars(
             "update, over all microbatches and devices (mask.sum(), summed with psum)."
         )
     clip_high = clip if clip_high is None else clip_high
-    check_number("update_tokens", update_tokens, least=0.0)
+    check_divisors("update_tokens", update_tokens, rows)
     check_number("clip", clip, least=0.0)
     check_number("clip_high", clip_high, least=0.0)
     check_number("beta", beta, least=0.0)
+    if clip_dual is not None:
+        check_number("clip_dual", clip_dual, above=1.0)
     count = jnp.asarray(update_tokens).astype(dtype)
     # Only an exact 0 gives 0: a NaN count stays visible.
-    weight = jnp.where(count == 0, 0.0, 1.0 / jnp.where(count == 0, 1.0, count))
+    weight = jnp.where(count == 0, 0.0, 1.0 / jnp.where(count == 0, 1.0, count)).astype(dtype)
     # 1 + clip in the array's own dtype, whether clip is a Python float or traced: same boundary.
     low = 1.0 - jnp.asarray(clip).astype(dtype)
     high = 1.0 + jnp.asarray(clip_high).astype(dtype)
-    return LossScalars(weight.astype(dtype), low, high, jnp.asarray(beta).astype(dtype))
+    dual = jnp.asarray(np.inf if clip_dual is None else clip_dual).astype(dtype)
+    beta = jnp.asarray(beta).astype(dtype)
+    return LossScalars(weight[:, None] if weight.ndim else weight, low, high, dual, beta)
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise unless a setting is one of the known words."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(choices)}.")

@@ -189,7 +189,7 @@ def training_update(shape: DecoderConfig, config: TrainConfig) -> AbstractUpdate
     """The update of a training run of a model of this shape."""
     return AbstractUpdate(
         shape,
-        micro=config.rows // config.micro_rows,
+        micro=config.rows // config.micro_rows // config.mini_batches,
         rows=config.micro_rows,
         seq=config.prompt_length + config.completion_length,
         completion=config.completion_length,

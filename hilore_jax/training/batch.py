@@ -29,9 +29,11 @@ class Batch:
     completion_mask: Bool[Array, "micro rows completion"]  # the optimized tokens
     logp_old: Float[Array, "micro rows completion"]  # nats
     logp_ref: Float[Array, "micro rows completion"] | None  # nats
-    advantages: Float[Array, "micro rows"]
+    advantages: Float[Array, "micro rows"] | Float[Array, "micro rows completion"]
     # nats; with these the update says how far the rollouts' policy is from the trained one
     logp_rollout: Float[Array, "micro rows completion"] | None = None
+    # `grpo.loss_divisors` of the complete update; None: its tokens
+    divisors: Float[Array, "micro rows"] | None = None
 
 
 def check_batch(batch: Batch) -> None:
@@ -49,7 +51,9 @@ def check_batch(batch: Batch) -> None:
     completion = shapes["completion_mask"][-1] if shapes["completion_mask"] else 0
     expected: dict[str, tuple[int, ...]] = dict.fromkeys(shapes, (micro, rows, completion))
     expected |= {"tokens": (micro, rows, seq), "attention_mask": (micro, rows, seq)}
-    expected["advantages"] = (micro, rows)
+    expected |= {"divisors": (micro, rows)}
+    if len(shapes["advantages"]) != 3:
+        expected["advantages"] = (micro, rows)
     wrong = [
         f"batch.{name} is {list(shape)}, expected {list(expected[name])}"
         for name, shape in shapes.items()
@@ -90,6 +94,7 @@ _KINDS = {
     "logp_ref": (np.floating, "a floating-point dtype"),
     "advantages": (np.floating, "a floating-point dtype"),
     "logp_rollout": (np.floating, "a floating-point dtype"),
+    "divisors": (np.floating, "a floating-point dtype"),
 }
 
 

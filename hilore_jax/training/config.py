@@ -28,7 +28,11 @@ from hilore_jax.training.config_files import (
     plan_facts,
     read_policy,
 )
+from hilore_jax.training.evaluate import EvalSettings
+from hilore_jax.training.fault_config import FaultSettings
 from hilore_jax.training.logra_config import NAMES, logra_faults
+from hilore_jax.training.loss_config import LossSettings, loss_faults
+from hilore_jax.training.minibatch import EpochSettings, epoch_faults
 from hilore_jax.training.sampling import check_sampling
 from hilore_jax.training.tasks import parse_args
 
@@ -36,18 +40,25 @@ from hilore_jax.training.tasks import parse_args
 _FREE = (
     *("updates", "run_dir", "resume", "save_every", "keep_checkpoints", "log_entropy", "quiet"),
     *("log_exposure_every", "measure_error_every", "realized_kl_every"),
-    *("sync", "sync_full_every"),
+    *("sync", "sync_full_every", "config"),
+    *("reward_failures", "reward_seconds", "nonfinite_limit"),
+    *("eval_every", "eval_prompts", "eval_sampling"),
     "fixed_gradient_norm",  # it counts where there is such a norm: `trainer._fingerprint`
 )
+
+# Not in checkpoints from before they could be set: their defaults are what was.
+_NEWER = dataclasses.asdict(LossSettings()) | dataclasses.asdict(EpochSettings())
 
 Rank = Annotated[int, tyro.conf.arg(aliases=("--lora",))]  # of every command
 ChosenRank = Annotated[int | None, tyro.conf.arg(aliases=("--lora",), metavar="INT")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(LossSettings, EpochSettings, FaultSettings, EvalSettings):
     """GRPO on a verifiable task, each update under a remat policy."""
 
+    config: str = ""
+    """TOML or JSON file of these settings; those on the command line count more."""
     model: str = "smollm2-135m-instruct"
     """Bundled model's name (`smollm2-135m-instruct`), Hugging Face folder, or GGUF file."""
     task: str = "chain_sum"
@@ -160,16 +171,21 @@ class TrainConfig:
         "prompts": Whole(),
         "group": Whole(2, why="GRPO compares the completions of one prompt"),
         **dict.fromkeys(("prompt_length", "completion_length", "micro_rows", "updates"), Whole()),
-        "keep_checkpoints": Whole(),
+        **dict.fromkeys(("keep_checkpoints", "mini_batches", "epochs", "eval_prompts"), Whole()),
         "lora_rank": Whole(0, RANK, optional=True),
         "seed": Whole(0, SEED),
         **dict.fromkeys(("save_every", "log_exposure_every", "measure_error_every"), Whole(0)),
+        **dict.fromkeys(("eval_every", "nonfinite_limit"), Whole(0)),
         "top_k": Whole(0),
         **dict.fromkeys(
             ("learning_rate", "clip", "max_grad_norm", "lora_alpha", "temperature"),
             Real(positive=True),
         ),
         **dict.fromkeys(("top_p", "beta", "weight_decay", "format_reward", "risk"), Real()),
+        **dict.fromkeys(("entropy_coef", "reward_seconds"), Real()),
+        "correction_cap": Real(positive=True),
+        "clip_high": Real(optional=True),
+        "clip_dual": Real(positive=True, optional=True),
     }
 
     @property
@@ -195,6 +211,7 @@ class TrainConfig:
         # A file's content counts, not its name, and not what acceptance has said of it.
         settings = {k: v for k, v in settings.items() if k not in ("plan", "allow_rejected")}
         settings["lora_rank"] = self.adapter_rank
+        settings = {k: v for k, v in settings.items() if k not in _NEWER or v != _NEWER[k]}
         if self.optimizer != "logra":  # as in checkpoints from before there was another
             settings = {k: v for k, v in settings.items() if k not in NAMES}
         else:  # another one draws other projections from the same seed
@@ -221,7 +238,10 @@ def faults(config: TrainConfig) -> list[str]:
     good: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     found += check_sampling(**{n: v if n in wrong else getattr(config, n) for n, v in good.items()})
     if not wrong.keys() & {"prompts", "group", "micro_rows"}:
-        found += _rows_faults(config)
+        if rows := _rows_faults(config):
+            found += rows
+        elif not wrong.keys() & {"mini_batches", "epochs", "updates"}:
+            found += epoch_faults(config)
     for name, parse in (("policy", read_policy), ("task_args", parse_args)):
         try:
             parse(getattr(config, name))
@@ -238,6 +258,8 @@ def faults(config: TrainConfig) -> list[str]:
     others = [name for name in ("ladder", "skip_rows", "pack_by_exposure") if getattr(config, name)]
     if config.gate and others:
         found.append(f"gate and {' and '.join(others)}: the gate is one program for all rows")
+    if not wrong.keys() & {"clip_dual", "beta", "correction_cap"}:
+        found += loss_faults(config)
     return found + logra_faults(config) + folder_faults(Path(config.run_dir), config.resume)
 
 

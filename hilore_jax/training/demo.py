@@ -21,6 +21,7 @@ from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig, faults
 from hilore_jax.training.gradients import make_gradients
 from hilore_jax.training.learner import Learner
+from hilore_jax.training.loss_config import loss_options
 from hilore_jax.training.step import TrainState
 from hilore_jax.training.trainer import Parts, load_parts, train, versions
 
@@ -132,8 +133,7 @@ def gradient_error(
     gradients = jax.jit(
         make_gradients(
             learner.graphdef,
-            clip=config.clip,
-            beta=config.beta,
+            **loss_options(config),
             temperature=config.temperature or 1.0,
         ),
         static_argnums=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -13,7 +14,9 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.training.batch import Batch, check_batch, micro
 from hilore_jax.training.rollout import generate
-from hilore_jax.training.tasks import Item, Task, messages, reward
+from hilore_jax.training.tasks import Item, RewardError, Task, messages, reward
+
+_LOG = logging.getLogger("hilore_jax")
 
 
 @runtime_checkable
@@ -91,6 +94,9 @@ def collect(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    mask_truncated: bool = False,
+    drop_failed: bool = False,
+    reward_seconds: float = 0.0,
 ) -> Experience:
     """Samples `group` completions for each question and scores them.
 
@@ -106,9 +112,16 @@ def collect(
         temperature: sampling temperature.
         top_p: nucleus mass.
         top_k: tokens kept, 0 for all.
+        mask_truncated: optimize no token of completions that did not end.
+        drop_failed: a group of which a reward fails is left out (its rewards are 0, none of its
+            tokens is optimized) and counted, `reward_failed`; else the failure is raised.
+        reward_seconds: the most that scoring a completion may take; 0 sets no limit.
 
     Returns:
         The scored completions and TRL-named metrics about them.
+
+    Raises:
+        RewardError: a reward that failed or, with `drop_failed`, one of every group.
     """
     items = [task.draw(index) for index in indices]
     tokens, mask = encode_prompts(task, items, tokenizer, prompt_length)
@@ -129,20 +142,21 @@ def collect(
         (rollout.tokens, rollout.mask, rollout.logps, rollout.finished)
     )
     texts = tuple(tokenizer.decode(row[m].tolist()) for row, m in zip(new, kept, strict=True))
-    flat = [reward(task, items[row // group], text) for row, text in enumerate(texts)]
-    rewards = np.asarray(flat, np.float32).reshape(len(items), group)
+    rewards, good = _rewards(task, items, texts, group, drop_failed, reward_seconds)
     lengths = kept.sum(axis=1)
+    optimized = kept & np.repeat(good, group)[:, None]
     return Experience(
         tokens=np.concatenate([tokens, new], axis=1),
         attention_mask=np.concatenate([mask, kept], axis=1),
-        completion_mask=kept,
+        completion_mask=optimized & finished[:, None] if mask_truncated else optimized,
         rollout_logps=logps,
         rewards=rewards,
         texts=texts,
         metrics={
-            "reward": float(rewards.mean()),
-            "reward_std": float(rewards.std(axis=1).mean()),
-            "frac_reward_zero_std": float(np.mean(rewards.max(axis=1) == rewards.min(axis=1))),
+            "reward": float(rewards[good].mean()),
+            "reward_std": float(rewards[good].std(axis=1).mean()),
+            "frac_reward_zero_std": float(np.mean(np.ptp(rewards[good], axis=1) == 0)),
+            **({"reward_failed": int(np.sum(~good))} if drop_failed else {}),
             "completions/mean_length": float(lengths.mean()),
             "completions/min_length": int(lengths.min()),
             "completions/max_length": int(lengths.max()),
@@ -151,13 +165,44 @@ def collect(
     )
 
 
+def _rewards(
+    task: Task,
+    items: Sequence[Item],
+    texts: Sequence[str],
+    group: int,
+    drop_failed: bool,
+    seconds: float,
+) -> tuple[Float[np.ndarray, "prompts group"], Bool[np.ndarray, "prompts"]]:
+    """Rewards, and whether all of a group could be given; a group that failed has zeros."""
+    rewards = np.zeros((len(items), group), np.float32)
+    good = np.ones(len(items), bool)
+    for row, text in enumerate(texts):
+        prompt, place = divmod(row, group)
+        if not good[prompt]:
+            continue
+        try:
+            rewards[prompt, place] = reward(task, items[prompt], text, seconds=seconds)
+        except RewardError as error:
+            if not drop_failed:
+                raise
+            good[prompt], rewards[prompt] = False, 0.0
+            _LOG.warning("left out the %d completions of a prompt: %s", group, error)
+            if not good.any():
+                raise RewardError(
+                    f"a reward of each of the update's {len(items)} prompts failed; the last: "
+                    f"{error}"
+                ) from error
+    return rewards, good
+
+
 def to_batch(
     experience: Experience,
-    advantages: Float[Array | np.ndarray, "prompts group"],
+    advantages: Float[Array | np.ndarray, "micro rows *completion"],
     logp_old: Float[Array | np.ndarray, "micro rows completion"],
     logp_ref: Float[Array | np.ndarray, "micro rows completion"] | None,
     micro_rows: int,
     *,
+    divisors: Float[Array | np.ndarray, "micro rows"] | None = None,
     mismatch: bool = False,
 ) -> Batch:
     """The batch of one update, in microbatches of `micro_rows` rows, checked by `check_batch`.
@@ -170,7 +215,8 @@ def to_batch(
         completion_mask=jax.numpy.asarray(micro(experience.completion_mask, micro_rows)),
         logp_old=jax.numpy.asarray(logp_old),
         logp_ref=None if logp_ref is None else jax.numpy.asarray(logp_ref),
-        advantages=jax.numpy.asarray(micro(advantages.reshape(-1), micro_rows)),
+        advantages=jax.numpy.asarray(advantages),
+        divisors=None if divisors is None else jax.numpy.asarray(divisors),
         logp_rollout=(
             jax.numpy.asarray(micro(experience.rollout_logps, micro_rows)) if mismatch else None
         ),

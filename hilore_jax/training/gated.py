@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,13 @@ from hilore_jax.gate import gated_blocks
 from hilore_jax.gate_rule import choose_flags, share_of_budget
 from hilore_jax.grpo import exposure, loss_and_coefficients, token_logprobs
 from hilore_jax.grpo.gradient_norm import first_ghat
+from hilore_jax.grpo.terms import LossOptions
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.gradients import (
     Metrics,
     Policies,
+    divisors,
+    loss_terms,
     observe,
     scored_inputs,
     sum_micro_gradients,
@@ -41,11 +44,10 @@ def make_gated_gradients(
     risk: Any = 0.015,
     paper: bool = False,
     norm: float | None = None,
-    clip: float = 0.2,
-    beta: float = 1e-3,
     temperature: float = 1.0,
     entropy: bool = False,
     logprobs: Callable[..., Any] = token_logprobs,
+    **loss: Unpack[LossOptions],
 ) -> Callable[..., tuple[nnx.State, Metrics]]:
     """`make_micro_gradients` with a gate: blocks decode or recompute by the microbatch's exposure.
 
@@ -65,11 +67,10 @@ def make_gated_gradients(
         risk: R, the relative gradient error of an update; 0 never decodes.
         paper: risks add linearly, as in the paper: those of a calibration of that form.
         norm: the Ghat in the coefficients, where they are to follow another.
-        clip: epsilon of the ratio's clipping.
-        beta: weight of the K3 reference term.
         temperature: softmax temperature at which tokens are scored.
-        entropy: as in `make_micro_gradients`.
-        logprobs: as in `make_micro_gradients`.
+        entropy: as in `make_micro_gradients`, like those below.
+        logprobs: as there.
+        **loss: as there.
 
     Returns:
         `gradients(policies, params, frozen, micro, update_tokens, ghat=None) -> (grads, seen)`,
@@ -129,8 +130,8 @@ def make_gated_gradients(
         token = tracing.varying_like(jnp.zeros(blocks, jnp.float32), micro)
         (logp, _), pull, nats = jax.vjp(forward, params, token, has_aux=True)
         mask = micro.completion_mask
-        terms = (logp, micro.logp_old, micro.logp_ref, micro.advantages, mask)
-        loss, omega = loss_and_coefficients(*terms, update_tokens, clip=clip, beta=beta)
+        terms = loss_terms(logp, micro)
+        value, omega = loss_and_coefficients(*terms, divisors(micro, update_tokens), **loss)
         total = exposure(omega, mask)
         tokens = jnp.sum(mask, dtype=jnp.float32)
         budget = share_of_budget(risk, tokens, update_tokens, paper=paper)
@@ -140,7 +141,7 @@ def make_gated_gradients(
         relative = coefficients if ghat is None else coefficients_at(coefficients, norm, ghat)
         chosen = choose_flags(relative, saved, total, budget, paper=paper)
         grads, _ = pull((omega.astype(logp.dtype), chosen.flags))
-        seen = observe(loss, logp, omega, nats, micro, clip)
+        seen = observe(value, logp, omega, nats, micro, **loss)
         return grads, {**seen, "gate": {"exposure": total, **chosen._asdict()}}
 
     return gradients

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,17 @@ import optax
 from flax import nnx
 
 from hilore_jax.actions import Policy
-from hilore_jax.grpo import exposure, loss_and_coefficients, ratio_metrics, token_logprobs
+from hilore_jax.grpo import (
+    entropy_loss,
+    exposure,
+    loss_and_coefficients,
+    ratio_metrics,
+    token_logprobs,
+)
+from hilore_jax.grpo.terms import LossOptions
 from hilore_jax.training.batch import Batch, check_batch
+
+_OF_RATIOS = ("clip", "clip_high", "clip_dual", "ratio", "surrogate")
 
 Policies = tuple[Policy, ...] | None
 Metrics = dict[str, Any]
@@ -22,30 +31,37 @@ Metrics = dict[str, Any]
 def make_micro_gradients(
     graphdef: nnx.GraphDef,
     *,
-    clip: float = 0.2,
-    beta: float = 1e-3,
     temperature: float = 1.0,
     entropy: bool = False,
+    entropy_coef: float = 0.0,
     logprobs: Callable[..., Any] = token_logprobs,
+    **loss: Unpack[LossOptions],
 ) -> Callable[..., tuple[nnx.State, Metrics]]:
     """The gradient that one microbatch contributes to an update's.
 
     Args:
         graphdef: the model's static part, from `init_state`.
-        clip: epsilon of the ratio's clipping.
-        beta: weight of the K3 reference term.
         temperature: softmax temperature at which tokens are scored.
         entropy: also report the mean entropy of the policy over the optimized tokens, nats; costs
             the reductions over the vocabulary a second time.
+        entropy_coef: weight of the entropy bonus, whose part of the gradient no exposure counts;
+            above 0 the entropy is reported too.
         logprobs: scores tokens; another than `token_logprobs` takes no `entropy`.
+        **loss: the options of `grpo.loss_and_coefficients`.
 
     Returns:
         `gradients(policies, params, frozen, micro, update_tokens) -> (grads, seen)`: gradients in
-        the parameters' dtype, of losses divided by the whole update's tokens (methods 1.1), so that
-        those of microbatches add up; `seen` is what `update_metrics` reads, sums of one microbatch.
+        the parameters' dtype, of losses divided by the whole update's tokens (methods 1.1), or by
+        the batch's own divisors, so that those of microbatches add up; `seen` is what
+        `update_metrics` reads, sums of one microbatch.
     """
     micro_loss = make_micro_loss(
-        graphdef, clip=clip, beta=beta, temperature=temperature, entropy=entropy, logprobs=logprobs
+        graphdef,
+        temperature=temperature,
+        entropy=entropy,
+        entropy_coef=entropy_coef,
+        logprobs=logprobs,
+        **loss,
     )
 
     def gradients(policies: Policies, params, frozen, micro: Batch, update_tokens):
@@ -60,21 +76,21 @@ def make_micro_gradients(
 def make_micro_loss(
     graphdef: nnx.GraphDef,
     *,
-    clip: float = 0.2,
-    beta: float = 1e-3,
     temperature: float = 1.0,
     entropy: bool = False,
+    entropy_coef: float = 0.0,
     logprobs: Callable[..., Any] = token_logprobs,
+    **loss: Unpack[LossOptions],
 ) -> Callable[..., tuple[Any, Metrics]]:
     """The part of an update's loss that one microbatch contributes.
 
     Args:
         graphdef: the model's static part, from `init_state`.
-        clip: see `make_micro_gradients`, as the others.
-        beta: see there.
-        temperature: see there.
+        temperature: see `make_micro_gradients`, as the others.
         entropy: see there.
+        entropy_coef: see there.
         logprobs: see there.
+        **loss: see there.
 
     Returns:
         `loss(params, frozen, micro, update_tokens, policies) -> (loss, seen)`.
@@ -84,22 +100,29 @@ def make_micro_loss(
         model = nnx.merge(graphdef, params, frozen)
         hidden = model.hidden(micro.tokens, micro.attention_mask, policies=policies)
         scored = scored_inputs(hidden, model.unembedding(), micro)
-        asked = {"entropy": True} if entropy else {}
+        asked = {"entropy": True} if entropy or entropy_coef else {}
         logp = logprobs(*scored, temperature, **asked)
         logp, nats = logp if isinstance(logp, tuple) else (logp, None)
-        loss, omega = loss_and_coefficients(
-            logp,
-            micro.logp_old,
-            micro.logp_ref,
-            micro.advantages,
-            micro.completion_mask,
-            update_tokens,
-            clip=clip,
-            beta=beta,
-        )
-        return loss, jax.lax.stop_gradient(observe(loss, logp, omega, nats, micro, clip))
+        terms = loss_terms(logp, micro)
+        value, omega = loss_and_coefficients(*terms, divisors(micro, update_tokens), **loss)
+        if entropy_coef:
+            assert nats is not None
+            of_each = divisors(micro, update_tokens)
+            value += entropy_loss(nats, micro.completion_mask, of_each, entropy_coef)
+        seen = observe(value, logp, omega, nats, micro, **loss)
+        return value, jax.lax.stop_gradient(seen)
 
     return micro_loss
+
+
+def loss_terms(logp: Any, micro: Batch) -> tuple[Any, Any, Any, Any, Any]:
+    """What a microbatch's loss compares, and its mask, in the order that `grpo` takes them."""
+    return logp, micro.logp_old, micro.logp_ref, micro.advantages, micro.completion_mask
+
+
+def divisors(micro: Batch, update_tokens: Any) -> Any:
+    """What the sums of a microbatch's rows are divided by."""
+    return update_tokens if micro.divisors is None else micro.divisors
 
 
 def scored_inputs(hidden: Any, unembedding: Any, micro: Batch) -> tuple[Any, Any, Any]:
@@ -157,25 +180,26 @@ def add_gradients(total: nnx.State, grads: nnx.State) -> nnx.State:
     return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grads)
 
 
-def observe(loss, logp, omega, nats, micro: Batch, clip: float) -> dict[str, Any]:
+def observe(value, logp, omega, nats, micro: Batch, **loss: Unpack[LossOptions]) -> dict[str, Any]:
     """What the metrics need of one microbatch: sums over its optimized tokens, never means.
 
-    `bad` and `omega`, the coefficients, are `[rows, completion]`.
+    `bad` and `omega`, the coefficients, are `[rows, completion]`; `value` is the loss.
     """
-    terms = (logp, micro.logp_old, micro.logp_ref, micro.advantages)
+    terms = loss_terms(logp, micro)
+    of_ratios: dict[str, Any] = {k: v for k, v in loss.items() if k in _OF_RATIOS}
     finite = jnp.isfinite(logp)
-    for term in terms[1:]:
+    for term in terms[1:-1]:
         if term is not None:
             finite &= jnp.isfinite(term if term.ndim == 2 else term[:, None])
     gap = None
     if micro.logp_rollout is not None:
         gap = jnp.sum(micro.logp_rollout - logp, where=micro.completion_mask)
     return {
-        "loss": loss,
+        "loss": value,
         "gap": gap,
         "exposure": exposure(omega, micro.completion_mask),
         "entropy": None if nats is None else jnp.sum(nats, where=micro.completion_mask),
-        "ratios": ratio_metrics(*terms, micro.completion_mask, clip),
+        "ratios": ratio_metrics(*terms, **of_ratios),
         "bad": micro.completion_mask & ~finite,
         "omega": jnp.where(micro.completion_mask, omega, 0),
     }

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,13 @@ from flax import nnx
 from hilore_jax.actions import Policy
 from hilore_jax.compiler import compiler_options
 from hilore_jax.grpo import dead_rows, estimate_exposure
+from hilore_jax.grpo.terms import LossOptions
 from hilore_jax.planning.buckets import Buckets
 from hilore_jax.training.attempts import Attempts
 from hilore_jax.training.batch import Batch, check_batch
 from hilore_jax.training.gradients import (
     add_gradients,
+    divisors,
     make_micro_gradients,
     update_metrics,
     zero_gradients,
@@ -50,10 +52,10 @@ class LadderedUpdate:
         skip_rows: leave out rows whose omega is exactly zero; N still counts their tokens. Metrics
             that are means over tokens then leave them out as well.
         pack_by_exposure: deal rows into microbatches in order of estimated exposure.
-        clip: as for `make_actor_update`, like those below.
-        beta: weight of the reference term; rows of zero advantage matter unless it is 0.
         max_grad_norm: largest global norm.
-        **options: others of `make_micro_gradients`.
+        temperature: as for `make_micro_gradients`, like those below.
+        entropy: as there.
+        **loss: the loss's options; rows of zero advantage matter unless `beta` is 0.
 
     Attributes:
         n_traces: how often a microbatch's program was traced.
@@ -69,10 +71,10 @@ class LadderedUpdate:
         *,
         skip_rows: bool = False,
         pack_by_exposure: bool = False,
-        clip: float = 0.2,
-        beta: float = 1e-3,
         max_grad_norm: float | None = 1.0,
-        **options: Any,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        **loss: Unpack[LossOptions],
     ):
         if len(policies) != len(buckets.edges):
             raise ValueError(f"{len(policies)} policy tuples for {len(buckets.edges)} buckets")
@@ -80,9 +82,11 @@ class LadderedUpdate:
         self.skip_rows, self.pack_by_exposure = skip_rows, pack_by_exposure
         self.n_traces = 0
         self.about: dict[str, int | None] = {}
-        self._gradients = make_micro_gradients(graphdef, clip=clip, beta=beta, **options)
+        self._gradients = make_micro_gradients(
+            graphdef, temperature=temperature, entropy=entropy, **loss
+        )
         self._programs: dict[Any, Any] = {}
-        self._look = jax.jit(functools.partial(_look, clip=clip, beta=beta))
+        self._look = jax.jit(functools.partial(_look, **loss))
         self._zeros = jax.jit(zero_gradients)
         apply = make_apply(optimizer, max_grad_norm)
 
@@ -261,10 +265,11 @@ def one_bucket(policies: tuple[Policy, ...]) -> tuple[Buckets, tuple[tuple[Polic
     return Buckets((math.inf,), (0.0,), budget=None), (policies,)
 
 
-def _look(batch: Batch, *, clip: float, beta: float) -> tuple[Any, Any, Any]:
+def _look(batch: Batch, **loss: Unpack[LossOptions]) -> tuple[Any, Any, Any]:
     """What is known of each row before the forward: exposure, whether it matters, tokens."""
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
     known = flat.logp_old, flat.logp_ref, flat.advantages, flat.completion_mask
     tokens = row_tokens(batch)
-    guess = estimate_exposure(*known, jnp.sum(tokens), clip=clip, beta=beta, per_row=True)
-    return guess.value, dead_rows(*known, beta=beta), tokens
+    of_each = divisors(flat, jnp.sum(tokens))
+    guess = estimate_exposure(*known, of_each, per_row=True, **loss)
+    return guess.value, dead_rows(*known, beta=loss.get("beta", 1e-3)), tokens

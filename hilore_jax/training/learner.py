@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import jax
@@ -10,7 +11,6 @@ import numpy as np
 import optax
 from flax import nnx
 
-from hilore_jax.grpo import group_advantages
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.models.restack import restack
 from hilore_jax.training.batch import Batch, micro
@@ -19,6 +19,7 @@ from hilore_jax.training.experience import Experience, logp_difference, to_batch
 from hilore_jax.training.exposures import Coefficients
 from hilore_jax.training.logra_config import dense_optimizer, run_shape
 from hilore_jax.training.logra_state import init_logra_state
+from hilore_jax.training.loss_config import row_advantages, row_divisors
 from hilore_jax.training.measured import measure_error, risk_metrics
 from hilore_jax.training.planned import static_plan
 from hilore_jax.training.publish import Publisher
@@ -31,6 +32,8 @@ from hilore_jax.training.strategy import (
     plans,
     segment_lengths,
 )
+
+_LOG = logging.getLogger("hilore_jax")
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -85,7 +88,6 @@ class Learner:
     def batch(self, experience: Experience) -> tuple[Batch, dict[str, float]]:
         """The update's batch: advantages, old and reference log-probs."""
         config = self.config
-        advantages = group_advantages(jnp.asarray(experience.rewards))
         tokens = micro(experience.tokens, config.micro_rows)
         mask = micro(experience.attention_mask, config.micro_rows)
         old = micro(experience.rollout_logps, config.micro_rows)
@@ -97,8 +99,19 @@ class Learner:
         if self.reference is not None:
             ref = self.score(self.reference, tokens, mask)
         mismatch = config.optimizer == "logra" and config.step_control
-        batch = to_batch(experience, advantages, old, ref, config.micro_rows, mismatch=mismatch)
-        return batch, metrics
+        logps = old, experience.rollout_logps
+        mask = experience.completion_mask
+        advantages, seen = row_advantages(config, experience.rewards, *logps, mask)
+        batch = to_batch(
+            experience,
+            advantages,
+            old,
+            ref,
+            config.micro_rows,
+            divisors=row_divisors(config, mask),
+            mismatch=mismatch,
+        )
+        return batch, metrics | seen
 
     def score(self, params: nnx.State, tokens: Any, mask: Any) -> jax.Array:
         """Log-probs `[micro, rows, completion]` of the completions under `params`, nats."""
@@ -117,19 +130,32 @@ class Learner:
             self.about = {**self.strategy.about, **kept}
         return compiled
 
-    def update(self, batch: Batch) -> tuple[dict[str, Any], Coefficients]:
+    def update(
+        self, batch: Batch, *, tolerate: bool = False
+    ) -> tuple[dict[str, Any], Coefficients]:
         """One actor update; the state moves on.
+
+        Args:
+            batch: of the update.
+            tolerate: an update that is not finite, which leaves the state as it is, is told in a
+                warning and by the metric `nonfinite`.
 
         Returns:
             Its metrics, and the coefficients of its tokens.
 
         Raises:
-            FloatingPointError: an update that is not finite.
+            FloatingPointError: an update that is not finite, unless it is tolerated.
         """
         self.state, metrics = self.compile(batch)(self.state, batch)
         self._factors = metrics.pop("factors", None)  # on the device, until `publish`
         metrics = jax.device_get(metrics)
-        raise_if_nonfinite(metrics, batch)
+        try:
+            raise_if_nonfinite(metrics, batch)
+        except FloatingPointError as error:
+            if not tolerate:
+                raise
+            _LOG.warning("%s", error)
+            self._factors = None  # there is no step to publish
         del metrics["nonfinite_index"]
         rows = np.arange(batch.tokens.shape[0] * batch.tokens.shape[1])
         omega = np.asarray(metrics.pop("omega")).reshape(rows.size, -1)

@@ -100,10 +100,19 @@ def console_line(metrics: Mapping[str, Any], updates: int) -> str:
         'update 2/5  reward 0.250  loss 0.001'
     """
     shown = ("reward", "loss", "grad_norm", "exposure", "kl", "predicted_kl")
-    shown = (*shown, "completions/mean_length")
+    shown = (*shown, "completions/mean_length", "eval/reward", "reward_failed", "nonfinite")
     parts = [f"update {metrics['step']}/{updates}"]
-    parts += [f"{name} {_short(metrics[name])}" for name in shown if name in metrics]
+    parts += [
+        f"{name} {_short(metrics[name])}"
+        for name in shown
+        if name in metrics and _worth(name, metrics)
+    ]
     return "  ".join(parts)
+
+
+def _worth(name: str, metrics: Mapping[str, Any]) -> bool:
+    """Whether a person would want to see it: counts of faults only where there are any."""
+    return name not in ("reward_failed", "nonfinite") or bool(metrics[name])
 
 
 class Progress:

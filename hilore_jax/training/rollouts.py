@@ -90,7 +90,7 @@ def real_updates(
         tokens, mask = (micro(x, config.micro_rows) for x in (whole.tokens, whole.attention_mask))
         width = config.completion_length
         logp = score(state.params, state.frozen, tokens, mask, completion=width)
-        advantages = group_advantages(jnp.asarray(whole.rewards))
+        advantages = group_advantages(jnp.asarray(whole.rewards)).reshape(-1, config.micro_rows)
         reference = logp if config.beta else None
         batches.append(to_batch(whole, advantages, logp, reference, config.micro_rows))
     return Measured(graphdef, state.params, state.frozen, tuple(batches), tried)

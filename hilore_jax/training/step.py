@@ -75,12 +75,8 @@ def make_actor_update(
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
     *,
-    clip: float = 0.2,
-    beta: float = 1e-3,
-    temperature: float = 1.0,
     max_grad_norm: float | None = 1.0,
-    entropy: bool = False,
-    logprobs: Callable[..., Any] = token_logprobs,
+    **options: Any,
 ) -> Callable[[Policies, TrainState, Batch], tuple[TrainState, Metrics]]:
     """One complete actor update: gradients, clipping by global norm, optimizer.
 
@@ -91,24 +87,13 @@ def make_actor_update(
     Args:
         graphdef: the model's static part, from `init_state`.
         optimizer: e.g. `optax.adamw`; sees float32 gradients and parameters.
-        clip: epsilon of the ratio's clipping.
-        beta: weight of the K3 reference term.
-        temperature: softmax temperature of the rollouts, at which tokens are scored.
         max_grad_norm: gradients are scaled down to this global norm; None leaves them.
-        entropy: see `make_micro_gradients`.
-        logprobs: see `make_micro_gradients`.
+        **options: those of `make_micro_gradients`: the loss, `temperature` and others.
 
     Returns:
         `update(policies, state, batch) -> (state, metrics)`, pure; see `jit_update`.
     """
-    gradients = make_gradients(
-        graphdef,
-        clip=clip,
-        beta=beta,
-        temperature=temperature,
-        entropy=entropy,
-        logprobs=logprobs,
-    )
+    gradients = make_gradients(graphdef, **options)
     apply = make_apply(optimizer, max_grad_norm)
 
     def update(policies: Policies, state: TrainState, batch: Batch):

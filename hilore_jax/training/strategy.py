@@ -25,6 +25,7 @@ from hilore_jax.training.laddered import LadderedUpdate, one_bucket
 from hilore_jax.training.load import load_file
 from hilore_jax.training.logra_config import dense_optimizer, settings_of
 from hilore_jax.training.logra_strategy import SketchedUpdate
+from hilore_jax.training.loss_config import loss_options
 from hilore_jax.training.planned import gate_options, load_plan, refuse_rejected, run_policies
 from hilore_jax.training.report import kept_bytes
 from hilore_jax.training.situation import check_blocks
@@ -203,12 +204,13 @@ def make_strategy(
         optimizer: of the trained parameters.
     """
     options: dict[str, Any] = {
-        "clip": config.clip,
-        "beta": config.beta,
+        **loss_options(config),
         "temperature": config.temperature or 1.0,
         "max_grad_norm": config.max_grad_norm,
         "entropy": config.log_entropy,
     }
+    if config.entropy_coef:  # never with exposures, `loss_config.loss_faults`
+        options["entropy_coef"] = config.entropy_coef
     if shape.sketches is not None:
         return SketchedUpdate(
             shape,

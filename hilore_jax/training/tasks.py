@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hilore_jax._extras import require
+from hilore_jax.training.time_limit import TimeLimitError, limited
 
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -69,32 +70,43 @@ def extract_answer(completion: str, *, numeric: bool = True) -> str | None:
     return lines[-1] if lines else None
 
 
-def reward(task: Task, item: Item, completion: str) -> float:
+class RewardError(ValueError):
+    """A completion that could not be scored."""
+
+
+def reward(task: Task, item: Item, completion: str, *, seconds: float = 0.0) -> float:
     """The reward of one completion: 1 for a right answer, else 0, plus the task's format reward.
 
     Args:
         task: the task that drew `item`.
         item: the question.
         completion: the decoded completion.
+        seconds: the most that scoring it may take, see `limited`; 0 sets no limit.
 
     Returns:
         A finite reward.
 
     Raises:
-        ValueError: the task's scorer raised or returned something that is not a finite number.
+        RewardError: the task's scorer raised, took too long, or returned something that is not a
+            finite number.
     """
     answer = extract_answer(completion, numeric=_is_number(item.answer))
     try:
-        value = 0.0 if answer is None else float(task.score(answer, item))
+        value = 0.0 if answer is None else float(limited(task.score, seconds, answer, item))
+    except TimeLimitError as error:
+        raise RewardError(
+            f"the reward of task {task.name!r} {error} on item {item.index} (answer "
+            f"{answer!r:.200}); make the scorer faster, or allow it more"
+        ) from error
     except Exception as error:
-        raise ValueError(
+        raise RewardError(
             f"the reward of task {task.name!r} raised {type(error).__name__} on item {item.index} "
-            f"(answer {answer!r}): {error}; make the scorer return a number for every string"
+            f"(answer {answer!r:.200}): {error}; make the scorer return a number for every string"
         ) from error
     if not math.isfinite(value):
-        raise ValueError(
+        raise RewardError(
             f"the reward of task {task.name!r} is {value} on item {item.index} (answer "
-            f"{answer!r}); a reward must be a finite number"
+            f"{answer!r:.200}); a reward must be a finite number"
         )
     return value + task.format_reward * bool(TAGGED.search(completion))
 

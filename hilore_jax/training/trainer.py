@@ -11,23 +11,22 @@ import secrets
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from hilore_jax.models.decoder import Decoder
 from hilore_jax.training import checkpoint
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig, check
-from hilore_jax.training.experience import collect
-from hilore_jax.training.exposures import drop_records, make_record, write_record
+from hilore_jax.training.exposures import drop_records
 from hilore_jax.training.learner import Learner
 from hilore_jax.training.metrics import MetricsWriter, Progress
+from hilore_jax.training.minibatch import updates_per_rollout
+from hilore_jax.training.one_update import evaluation, one_update, sample_rollout
 from hilore_jax.training.parts import Parts, check_model, load_parts
 from hilore_jax.training.step import TrainState
 
@@ -57,8 +56,8 @@ def train(
 ) -> Run:
     """Trains, writing settings, versions, metrics and checkpoints to `config.run_dir`.
 
-    Update n reads questions `n * prompts` to `(n + 1) * prompts` and the key `fold_in(key, n)`, so
-    that a resumed run goes on exactly as it would have.
+    Rollout n reads questions `n * prompts` to `(n + 1) * prompts` and the key `fold_in(key, n)`, so
+    that a resumed run goes on exactly as it would have. Checkpoints lie between rollouts.
 
     Args:
         config: the settings; checked as a whole before anything is loaded.
@@ -73,8 +72,9 @@ def train(
     Raises:
         ValueError: settings that are wrong, or that differ from the checkpoint's; a prompt that is
             too long, a reward that fails, or a packet that the sync folder does not take.
-        FloatingPointError: an update that was not finite; names the row and position. Here, for
-            a failed reward and for a packet, the updates made are kept in a checkpoint.
+        FloatingPointError: an update that was not finite, one more in a row than
+            `nonfinite_limit`; names the row and position. Here, for a failed reward and for a
+            packet, the updates made are kept in a checkpoint.
         KeyboardInterrupt: a second SIGINT or SIGTERM; the metrics and the last checkpoint stay.
     """
     check(config)
@@ -92,9 +92,10 @@ def train(
     _write_json(run_dir / "versions.json", versions(config))
     drop_records(run_dir, start)
     if learner.publisher is not None:
-        learner.publisher.start(start, learner.state.params, name)
+        learner.publisher.start(int(learner.state.step), learner.state.params, name)
     seen: list[dict[str, Any]] = []
-    saved = start if start else None
+    saved, due = int(learner.state.step), False
+    bad = 0  # updates in a row that were not finite
     progress = Progress(config.updates, start, quiet=config.quiet)
     resume_step = start if config.resume else None
     with (
@@ -102,30 +103,41 @@ def train(
         contextlib.closing(progress),
         _stop_requests() as requests,
     ):
-        step = start
-        while step < config.updates and not requests:
+        step, per, rollout = start, updates_per_rollout(config), None
+        # A rollout is learned from to its end: what sampled it is not in a checkpoint.
+        while step < config.updates and not (requests and step % per == 0):
             try:
-                metrics, batch = _one_update(config, parts, learner, step)
+                if step % per == 0:
+                    rollout = sample_rollout(config, parts, learner, step // per)
+                assert rollout is not None
+                tolerate = bad < config.nonfinite_limit
+                metrics, batch = one_update(
+                    config, parts, learner, rollout, step, tolerate=tolerate
+                )
             except (ValueError, FloatingPointError):  # the state is as the last update left it
-                if saved != int(learner.state.step) > 0:
-                    _save(config, learner, name)
+                if saved != int(learner.state.step) and step % per == 0:
+                    _save(config, learner, name, step)
                 raise
             step += 1
+            bad = bad + 1 if metrics["nonfinite"] else 0
             try:
                 metrics |= learner.publish()
             except (ValueError, OSError):  # the update itself is done
                 writer.write(metrics)
-                _save(config, learner, name)
+                if step % per == 0:
+                    _save(config, learner, name, step)
                 raise
+            metrics |= evaluation(config, parts, learner, step)
             writer.write(metrics)
             progress.update(metrics)
             seen.append(metrics)
             if on_update is not None:
                 on_update(metrics, batch)
-            if config.save_every and step % config.save_every == 0:
-                saved = _save(config, learner, name)
-        if saved != step:
-            _save(config, learner, name)
+            due = due or bool(config.save_every and step % config.save_every == 0)
+            if due and step % per == 0 and saved != int(learner.state.step):
+                saved, due = _save(config, learner, name, step), False
+        if saved != int(learner.state.step):
+            _save(config, learner, name, step)
     stopped_by = requests[0] if step < config.updates else None
     return Run(learner.graphdef, learner.state, tuple(seen), stopped_by)
 
@@ -144,57 +156,6 @@ def versions(config: TrainConfig | None = None) -> dict[str, Any]:
         if config.ladder:
             found |= {"policy": "ladder", "ladder": config.fingerprint()["ladder"]}
     return found
-
-
-def _one_update(
-    config: TrainConfig, parts: Parts, learner: Learner, step: int
-) -> tuple[dict[str, Any], Batch]:
-    began = time.perf_counter()
-    experience = collect(
-        learner.model(),
-        parts.tokenizer,
-        parts.task,
-        range(step * config.prompts, (step + 1) * config.prompts),
-        jax.random.fold_in(learner.state.key, step),
-        group=config.group,
-        prompt_length=config.prompt_length,
-        completion_length=config.completion_length,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-    )
-    sampled = time.perf_counter()
-    batch, scores = learner.batch(experience)
-    learner.compile(batch)
-    jax.block_until_ready(batch)
-    measured = {}
-    if _is_due(config.measure_error_every, step):
-        measured = learner.measure_error(batch)
-    ready = time.perf_counter()
-    metrics, coefficients = learner.update(batch)
-    done = time.perf_counter()
-    if not _is_due(config.realized_kl_every, step):
-        metrics.pop("realized_kl", None)
-    if _is_due(config.log_exposure_every, step):
-        advantages = np.asarray(batch.advantages).reshape(-1)
-        record = make_record(step + 1, experience, advantages, coefficients, parts.tokenizer)
-        write_record(Path(config.run_dir), record)
-    return {
-        "step": step + 1,
-        **experience.metrics,
-        **scores,
-        **metrics,
-        **measured,
-        "n_traces": learner.n_traces,
-        **learner.about,
-        "seconds/rollout": sampled - began,
-        "seconds/update": done - ready,
-    }, batch
-
-
-def _is_due(every: int, step: int) -> bool:
-    """Whether something is done in the update after `step`: in the first, and each `every` more."""
-    return every > 0 and step % every == 0
 
 
 def _say(config: TrainConfig, text: str) -> None:
@@ -216,9 +177,12 @@ def _fingerprint(config: TrainConfig, learner: Learner) -> dict[str, Any]:
     return {**config.fingerprint(), "gradient norm of risks": follows}
 
 
-def _save(config: TrainConfig, learner: Learner, name: str) -> int:
-    step = int(learner.state.step)  # the state's own, so that no checkpoint's name can be wrong
-    meta = {"fingerprint": _fingerprint(config, learner), "data_position": step * config.prompts}
+def _save(config: TrainConfig, learner: Learner, name: str, updates: int) -> int:
+    # The state's own count, so that no checkpoint's name can be wrong; updates that were not finite
+    # moved the run through the data alone.
+    step = int(learner.state.step)
+    position = updates // updates_per_rollout(config) * config.prompts
+    meta = {"fingerprint": _fingerprint(config, learner), "data_position": position}
     meta["run"] = name
     folder = Path(config.run_dir) / "checkpoints"
     tree = _checkpointed(learner.state)
@@ -227,7 +191,7 @@ def _save(config: TrainConfig, learner: Learner, name: str) -> int:
 
 
 def _resume(config: TrainConfig, learner: Learner) -> tuple[int, str]:
-    """Puts the newest checkpoint into the learner; updates that it has, and the run's name."""
+    """Puts the newest checkpoint into the learner; how far the run was, and its name."""
     found = checkpoint.restore(
         Path(config.run_dir) / "checkpoints",
         _checkpointed(learner.state),
@@ -248,7 +212,8 @@ def _resume(config: TrainConfig, learner: Learner) -> tuple[int, str]:
         )
     learner.state = dataclasses.replace(learner.state, **tree)
     # Those of before had no name; of LoGRA runs, whose packets need one, these are not resumed.
-    return step, meta.get("run") or secrets.token_hex(8)
+    rollouts = int(meta["data_position"]) // config.prompts
+    return rollouts * updates_per_rollout(config), meta.get("run") or secrets.token_hex(8)
 
 
 def _write_json(path: Path, value: Any) -> None:

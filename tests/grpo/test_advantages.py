@@ -117,3 +117,29 @@ def test_lists_are_arrays():
         group_advantages([[1.0, 0.0], [1.0]])
     with pytest.raises(ValueError, match="group_rewards"):
         group_advantages([1.0, 0.0])
+
+
+def test_scaled_by_the_batch_or_not_at_all():
+    # Means 1 and 4; differences -1, 1 and 0, 0; all rewards 0, 2, 4, 4 have mean 2.5 and
+    # population variance (6.25 + 0.25 + 2.25 + 2.25) / 4 = 2.75.
+    rewards = [[0.0, 2.0], [4.0, 4.0]]
+    assert group_advantages(rewards, "none").tolist() == [[-1, 1], [0, 0]]
+    found = group_advantages(rewards, "batch")
+    np.testing.assert_allclose(found[0], [-1 / 2.75**0.5, 1 / 2.75**0.5], rtol=1e-6)
+    assert found[1].tolist() == [0, 0]
+    assert not np.allclose(found, group_advantages(rewards))  # Witness.
+    for scale in ("batch", "none"):
+        equal = jnp.full((2, 8), 0.35)
+        assert not np.any(np.asarray(group_advantages(equal, scale)))
+
+
+@pytest.mark.parametrize(("size", "offset"), [(1e-15, 0), (1e30, 0), (1.0, 1e6)])
+def test_the_batch_s_deviation_at_extreme_scales_and_offsets(size, offset):
+    rewards = np.random.default_rng(3).normal(size=(4, 5)) * size + offset
+    want = rewards - rewards.mean(axis=1, keepdims=True)
+    want = want / (rewards.std() + 1e-6)
+    for given in (rewards, jnp.asarray(rewards - offset, jnp.float32)):
+        np.testing.assert_allclose(group_advantages(given, "batch"), want, rtol=2e-4, atol=1e-12)
+    assert np.isnan(
+        jax.jit(lambda x: group_advantages(x, "batch"))(jnp.array([[1.0, jnp.nan]]))
+    ).any()

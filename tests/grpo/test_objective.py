@@ -296,7 +296,7 @@ def test_refused_input():
     with pytest.raises(ValueError, match="update_tokens is -1"):
         loss_and_coefficients(**good, update_tokens=-1)
     with pytest.raises(ValueError, match="update_tokens has shape"):
-        loss_and_coefficients(**good, update_tokens=jnp.ones(2))
+        loss_and_coefficients(**good, update_tokens=jnp.ones(3))
     with pytest.raises(ValueError, match=r"mask holds 0\.5"):
         loss_and_coefficients(**{**good, "mask": mask / 2}, update_tokens=6)
     with pytest.raises(ValueError, match=r"logp has shape \(3,\)"):

@@ -1,12 +1,15 @@
 """Tasks: determinism, extraction, rewards, and errors that name what is wrong."""
 
 import dataclasses
+import math
 import sys
+import time
 
 import pytest
 
 from hilore_jax.training.tasks import (
     Item,
+    RewardError,
     Task,
     extract_answer,
     messages,
@@ -194,3 +197,19 @@ def test_a_wrong_name_or_argument_lists_what_there_is(gym):
 def test_nearest_prefers_names_that_hold_the_word():
     known = ["basic_arithmetic", "arithmetic_mean", "arthritic", "maze"]
     assert set(nearest("arithmetic", known)[:2]) == {"arithmetic_mean", "basic_arithmetic"}
+
+
+def test_a_scorer_that_hangs_is_given_up():
+    task = toy(lambda answer, item: time.sleep(5.0))
+    with pytest.raises(RewardError, match=r"task 'toy' took more than 0\.05 s on item 4 \(answer"):
+        reward(task, task.draw(4), "3", seconds=0.05)
+    # Witness: without a limit it is waited for.
+    slow = toy(lambda answer, item: time.sleep(0.1) or 1.0)
+    assert reward(slow, slow.draw(0), "3") == 1.0
+
+
+def test_a_long_answer_is_cut_in_the_error():
+    task = toy(lambda answer, item: math.nan)
+    with pytest.raises(RewardError) as caught:
+        reward(task, task.draw(0), "1" * 10_000)
+    assert len(str(caught.value)) < 500

@@ -311,7 +311,7 @@ def test_a_misspelt_activation_is_refused_before_anything_is_sampled_or_written(
     def sampled(*_, **__):
         raise AssertionError("sampled before the policy was checked")
 
-    monkeypatch.setattr("hilore_jax.training.trainer.collect", sampled)
+    monkeypatch.setattr("hilore_jax.training.one_update.collect", sampled)
     wrong = dataclasses.replace(config, policy="mlp_gat=int8")
     with pytest.raises(ValueError, match=r"\['mlp_gat'\] not found .*'mlp_gate'"):
         train(wrong, parts())
@@ -451,3 +451,75 @@ def test_a_ladder_of_another_model_is_refused_before_sampling(config, parts, tmp
     with pytest.raises(ValueError, match="blocks: the ladder has 3, this run has 2"):
         train(wrong, parts())
     assert not Path(wrong.run_dir).exists()
+
+
+def poisoned(learner, steps):
+    """`learner.batch` with a number that is not finite in some of the batches."""
+    original = learner.batch
+    count = iter(range(100))
+
+    def batch(experience):
+        made, metrics = original(experience)
+        if next(count) in steps:
+            made = dataclasses.replace(made, logp_old=made.logp_old.at[1, 2, 0].set(jnp.nan))
+        return made, metrics
+
+    return batch
+
+
+def test_updates_that_are_not_finite_are_passed_over_up_to_a_limit(run, shared, config, caplog):
+    learner = shared[0]
+    patient = dataclasses.replace(config, nonfinite_limit=1, updates=4, log_exposure_every=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learner, "batch", poisoned(learner, {0, 2}))
+        done = run(patient)
+    assert [(m["step"], m["nonfinite"]) for m in done.metrics] == [(1, 1), (2, 0), (3, 1), (4, 0)]
+    assert int(done.state.step) == 2 and "row 6 (microbatch 1, row 2)" in caplog.text
+    assert [read_record(path).step for path in record_paths(Path(config.run_dir))] == [2, 4]
+    # The run goes on where it was in the data, though two updates moved nothing.
+    more = run(dataclasses.replace(patient, resume=True, updates=5))
+    assert [m["step"] for m in more.metrics] == [5] and int(more.state.step) == 3
+    folder = dataclasses.replace(patient, run_dir=config.run_dir + "2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learner, "batch", poisoned(learner, {1, 2}))
+        with pytest.raises(FloatingPointError, match="row 6"):
+            run(folder)
+    assert [line["nonfinite"] for line in lines(folder)] == [0, 1]
+    assert checkpoint.steps(Path(folder.run_dir) / "checkpoints") == [1]
+    whole = run(dataclasses.replace(folder, resume=True, updates=3))
+    assert [m["step"] for m in whole.metrics] == [3]
+
+
+def test_a_prompt_whose_reward_fails_is_left_out_of_the_update(run, shared, config, caplog):
+    built = shared[1]
+
+    def score(answer, item):
+        if item.index == 1:
+            raise RuntimeError("no verifier")
+        return float(len(answer) % 2)
+
+    draw = lambda i: dataclasses.replace(built.task.draw(i), answer="x")  # noqa: E731
+    parts = dataclasses.replace(built, task=Task("odd", draw, score, instruction=""))
+    batches = []
+    patient = dataclasses.replace(config, reward_failures="drop", updates=1)
+    done = run(patient, parts, on_update=lambda metrics, batch: batches.append(batch))
+    (metrics,), (batch,) = done.metrics, batches
+    assert metrics["reward_failed"] == 1 and "left out the 4 completions" in caplog.text
+    assert "no verifier" in caplog.text
+    mask = np.asarray(batch.completion_mask).reshape(2, 4, -1)
+    assert mask[0].any() and not mask[1].any()
+    assert metrics["n_tokens"] == mask.sum() and not np.asarray(batch.advantages)[1].any()
+    all_fail = lambda answer, item: math.nan  # noqa: E731
+    parts = dataclasses.replace(built, task=Task("none", draw, all_fail, instruction=""))
+    other = dataclasses.replace(patient, run_dir=config.run_dir + "2")
+    with pytest.raises(ValueError, match="a reward of each of the update's 2 prompts failed; the"):
+        run(other, parts)
+
+
+def test_evaluation_after_every_second_update_and_the_last(run, config):
+    often = dataclasses.replace(config, eval_every=2, eval_prompts=3)
+    done = run(often)
+    assert [("eval/reward" in m) for m in done.metrics] == [False, True, True]
+    plain = run(dataclasses.replace(config, run_dir=config.run_dir + "2"))
+    for one, other in zip(done.metrics, plain.metrics, strict=True):  # it changes nothing else
+        assert one["loss"] == other["loss"] and one["reward"] == other["reward"]
