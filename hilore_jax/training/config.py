@@ -29,6 +29,7 @@ from hilore_jax.training.config_files import (
     read_policy,
 )
 from hilore_jax.training.evaluate import EvalSettings
+from hilore_jax.training.external import ExternalSettings
 from hilore_jax.training.fault_config import FaultSettings
 from hilore_jax.training.logra_config import NAMES, logra_faults
 from hilore_jax.training.loss_config import LossSettings, loss_faults
@@ -42,7 +43,7 @@ _FREE = (
     *("log_exposure_every", "measure_error_every", "realized_kl_every"),
     *("sync", "sync_full_every", "config"),
     *("reward_failures", "reward_seconds", "nonfinite_limit"),
-    *("eval_every", "eval_prompts", "eval_sampling"),
+    *("rollouts", "rollout_timeout", "eval_every", "eval_prompts", "eval_sampling"),
     "fixed_gradient_norm",  # it counts where there is such a norm: `trainer._fingerprint`
 )
 
@@ -54,7 +55,7 @@ ChosenRank = Annotated[int | None, tyro.conf.arg(aliases=("--lora",), metavar="I
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig(LossSettings, EpochSettings, FaultSettings, EvalSettings):
+class TrainConfig(LossSettings, EpochSettings, FaultSettings, EvalSettings, ExternalSettings):
     """GRPO on a verifiable task, each update under a remat policy."""
 
     config: str = ""
@@ -182,7 +183,7 @@ class TrainConfig(LossSettings, EpochSettings, FaultSettings, EvalSettings):
             Real(positive=True),
         ),
         **dict.fromkeys(("top_p", "beta", "weight_decay", "format_reward", "risk"), Real()),
-        **dict.fromkeys(("entropy_coef", "reward_seconds"), Real()),
+        **dict.fromkeys(("entropy_coef", "reward_seconds", "rollout_timeout"), Real()),
         "correction_cap": Real(positive=True),
         "clip_high": Real(optional=True),
         "clip_dual": Real(positive=True, optional=True),

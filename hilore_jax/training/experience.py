@@ -143,7 +143,6 @@ def collect(
     )
     texts = tuple(tokenizer.decode(row[m].tolist()) for row, m in zip(new, kept, strict=True))
     rewards, good = _rewards(task, items, texts, group, drop_failed, reward_seconds)
-    lengths = kept.sum(axis=1)
     optimized = kept & np.repeat(good, group)[:, None]
     return Experience(
         tokens=np.concatenate([tokens, new], axis=1),
@@ -153,16 +152,27 @@ def collect(
         rewards=rewards,
         texts=texts,
         metrics={
-            "reward": float(rewards[good].mean()),
-            "reward_std": float(rewards[good].std(axis=1).mean()),
-            "frac_reward_zero_std": float(np.mean(np.ptp(rewards[good], axis=1) == 0)),
+            **experience_metrics(rewards[good], kept.sum(axis=1), finished),
             **({"reward_failed": int(np.sum(~good))} if drop_failed else {}),
-            "completions/mean_length": float(lengths.mean()),
-            "completions/min_length": int(lengths.min()),
-            "completions/max_length": int(lengths.max()),
-            "completions/clipped_ratio": float(np.mean(~finished)),
         },
     )
+
+
+def experience_metrics(
+    rewards: Float[np.ndarray, "prompts group"],
+    lengths: Int[np.ndarray, "rows"],
+    finished: Bool[np.ndarray, "rows"],
+) -> dict[str, float]:
+    """What is said of completions, under TRL's names: rewards, lengths in tokens, and ends."""
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(axis=1).mean()),
+        "frac_reward_zero_std": float(np.mean(np.ptp(rewards, axis=1) == 0)),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": int(lengths.min()),
+        "completions/max_length": int(lengths.max()),
+        "completions/clipped_ratio": float(np.mean(~finished)),
+    }
 
 
 def _rewards(

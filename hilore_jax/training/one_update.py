@@ -16,6 +16,7 @@ from hilore_jax.training.config import TrainConfig
 from hilore_jax.training.evaluate import FIRST, evaluate
 from hilore_jax.training.experience import Experience, collect
 from hilore_jax.training.exposures import make_record, write_record
+from hilore_jax.training.external import Rollouts, check_sampled, to_experience
 from hilore_jax.training.learner import Learner
 from hilore_jax.training.minibatch import mini_batch, rows_of, updates_per_rollout
 from hilore_jax.training.parts import Parts
@@ -36,20 +37,55 @@ class Rollout:
     metrics: dict[str, Any]
 
 
-def sample_rollout(config: TrainConfig, parts: Parts, learner: Learner, number: int) -> Rollout:
-    """Samples completions of the run's next questions and scores them.
+def sample_rollout(
+    config: TrainConfig,
+    parts: Parts,
+    learner: Learner,
+    number: int,
+    rollouts: Rollouts | None = None,
+) -> Rollout:
+    """Samples completions of the run's next questions, or takes those of another engine.
 
     Args:
         config: the settings.
         parts: model, tokenizer and task.
         learner: whose policy samples.
         number: rollouts before this one.
+        rollouts: of another engine.
 
     Raises:
-        ValueError: a prompt that is too long, or a reward that failed.
+        ValueError: a prompt that is too long, a reward that failed, or completions of the engine
+            that do not fit.
     """
     began = time.perf_counter()
-    experience = collect(
+    if rollouts is None:
+        experience = _sampled(config, parts, learner, number)
+    else:
+        experience = _taken(config, parts, number, rollouts)
+    sampled = time.perf_counter()
+    batch, scores = learner.batch(experience)
+    metrics = {**experience.metrics, **scores, "seconds/rollout": sampled - began}
+    return Rollout(experience, batch, metrics)
+
+
+def _taken(config: TrainConfig, parts: Parts, number: int, rollouts: Rollouts) -> Experience:
+    rows = rollouts(number)
+    sizes = {"prompt_length": config.prompt_length, "completion_length": config.completion_length}
+    check_sampled(
+        rows,
+        prompts=config.prompts,
+        group=config.group,
+        vocab_size=parts.model.config.vocab_size,
+        where=f"rollout {number}",
+        **sizes,
+    )
+    return to_experience(
+        rows, parts.tokenizer, group=config.group, mask_truncated=config.mask_truncated, **sizes
+    )
+
+
+def _sampled(config: TrainConfig, parts: Parts, learner: Learner, number: int) -> Experience:
+    return collect(
         learner.model(),
         parts.tokenizer,
         parts.task,
@@ -65,10 +101,6 @@ def sample_rollout(config: TrainConfig, parts: Parts, learner: Learner, number: 
         drop_failed=config.reward_failures == "drop",
         reward_seconds=config.reward_seconds,
     )
-    sampled = time.perf_counter()
-    batch, scores = learner.batch(experience)
-    metrics = {**experience.metrics, **scores, "seconds/rollout": sampled - began}
-    return Rollout(experience, batch, metrics)
 
 
 def one_update(

@@ -23,6 +23,7 @@ from hilore_jax.training import checkpoint
 from hilore_jax.training.batch import Batch
 from hilore_jax.training.config import TrainConfig, check
 from hilore_jax.training.exposures import drop_records
+from hilore_jax.training.external import Rollouts, rollout_folder
 from hilore_jax.training.learner import Learner
 from hilore_jax.training.metrics import MetricsWriter, Progress
 from hilore_jax.training.minibatch import updates_per_rollout
@@ -52,6 +53,7 @@ def train(
     parts: Parts | None = None,
     *,
     learner: Learner | None = None,
+    rollouts: Rollouts | None = None,
     on_update: Callable[[dict[str, Any], Batch], None] | None = None,
 ) -> Run:
     """Trains, writing settings, versions, metrics and checkpoints to `config.run_dir`.
@@ -63,6 +65,8 @@ def train(
         config: the settings; checked as a whole before anything is loaded.
         parts: model, tokenizer and task, where they are not to be loaded by name.
         learner: a learner made before for these settings and parts.
+        rollouts: completions of another engine by the rollout's number, in place of sampling;
+            `config.rollouts` names a folder of them.
         on_update: called with each update's metrics and batch.
 
     Returns:
@@ -83,6 +87,8 @@ def train(
         parts = load_parts(config)
     else:
         check_model(config, parts.model.config)
+    if rollouts is None and config.rollouts:
+        rollouts = rollout_folder(config.rollouts, config.rollout_timeout)
     _say(config, "compiling; the first update takes longer than the others")
     run_dir = Path(config.run_dir)
     learner = Learner(config, parts.model) if learner is None else learner
@@ -108,7 +114,7 @@ def train(
         while step < config.updates and not (requests and step % per == 0):
             try:
                 if step % per == 0:
-                    rollout = sample_rollout(config, parts, learner, step // per)
+                    rollout = sample_rollout(config, parts, learner, step // per, rollouts)
                 assert rollout is not None
                 tolerate = bad < config.nonfinite_limit
                 metrics, batch = one_update(
