@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import platform
@@ -29,6 +30,7 @@ from hilore_jax.training.exposures import drop_records, make_record, write_recor
 from hilore_jax.training.learner import Learner
 from hilore_jax.training.metrics import MetricsWriter, Progress
 from hilore_jax.training.parts import Parts, check_model, load_parts
+from hilore_jax.training.saver import Saver
 from hilore_jax.training.step import TrainState
 
 _VERSIONS = ("hilore_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -73,6 +75,7 @@ def train(
     Raises:
         ValueError: settings that are wrong, or that differ from the checkpoint's; a prompt that is
             too long, a reward that fails, or a packet that the sync folder does not take.
+        OSError: the last checkpoint could not be written; of those before, a warning is logged.
         FloatingPointError: an update that was not finite; names the row and position. Here, for
             a failed reward and for a packet, the updates made are kept in a checkpoint.
         KeyboardInterrupt: a second SIGINT or SIGTERM; the metrics and the last checkpoint stay.
@@ -101,21 +104,23 @@ def train(
         MetricsWriter(run_dir / "metrics.jsonl", resume_step) as writer,
         contextlib.closing(progress),
         _stop_requests() as requests,
+        Saver(run_dir / "checkpoints", keep_latest=config.keep_checkpoints) as saver,
     ):
+        save = functools.partial(_save, config, learner, name, saver, seen)
         step = start
         while step < config.updates and not requests:
             try:
                 metrics, batch = _one_update(config, parts, learner, step)
             except (ValueError, FloatingPointError):  # the state is as the last update left it
                 if saved != int(learner.state.step) > 0:
-                    _save(config, learner, name)
+                    save(saved)
                 raise
             step += 1
             try:
                 metrics |= learner.publish()
             except (ValueError, OSError):  # the update itself is done
                 writer.write(metrics)
-                _save(config, learner, name)
+                save(saved)
                 raise
             writer.write(metrics)
             progress.update(metrics)
@@ -123,9 +128,9 @@ def train(
             if on_update is not None:
                 on_update(metrics, batch)
             if config.save_every and step % config.save_every == 0:
-                saved = _save(config, learner, name)
+                saved = save(saved)
         if saved != step:
-            _save(config, learner, name)
+            save(saved)
     stopped_by = requests[0] if step < config.updates else None
     return Run(learner.graphdef, learner.state, tuple(seen), stopped_by)
 
@@ -216,13 +221,21 @@ def _fingerprint(config: TrainConfig, learner: Learner) -> dict[str, Any]:
     return {**config.fingerprint(), "gradient norm of risks": follows}
 
 
-def _save(config: TrainConfig, learner: Learner, name: str) -> int:
+def _save(
+    config: TrainConfig,
+    learner: Learner,
+    name: str,
+    saver: Saver,
+    seen: list[dict[str, Any]],
+    saved: int | None,
+) -> int:
+    """Begins a checkpoint, scored by the mean reward since the last one; the update it is after."""
     step = int(learner.state.step)  # the state's own, so that no checkpoint's name can be wrong
     meta = {"fingerprint": _fingerprint(config, learner), "data_position": step * config.prompts}
     meta["run"] = name
-    folder = Path(config.run_dir) / "checkpoints"
-    tree = _checkpointed(learner.state)
-    checkpoint.save(folder, step, tree, meta, keep_latest=config.keep_checkpoints)
+    rewards = [line["reward"] for line in seen if line["step"] > (saved or 0)]
+    score = float(np.mean(rewards)) if rewards else None
+    saver.save(step, _checkpointed(learner.state), meta, score=score)
     return step
 
 
