@@ -153,6 +153,33 @@ def read_state(path: Path, target: Any) -> Any:
     return _unnamed(found, target)
 
 
+def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of each array of a checkpoint, by its name there, on the first device."""
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(path / "state").item_metadata.tree
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+        for name, leaf in tree.items()
+    }
+
+
+def read_some(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Some of a checkpoint's arrays, by the names of `read_shapes`; the others are not read."""
+    import orbax.checkpoint as ocp
+
+    item = dict(wanted)
+    args = ocp.args.PyTreeRestore(
+        item=item,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+        partial_restore=True,
+    )
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(path / "state", args=args)
+
+
 def _meta(path: Path) -> dict[str, Any] | str:
     """A checkpoint's plain values, or why they cannot be read."""
     try:
