@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": "the policies that recompute least in a memory budget, for a device here or not",
     "calibrate": "measured risks of compression for a model, on its own rollouts",
     "accept": "whether a plan or a ladder keeps its budgets on complete updates",
+    "export": "a run's checkpoint as a Hugging Face folder, or its adapters for PEFT",
     "exposure": "which tokens, groups and microbatches of a run can take low precision",
     "explain": "what a policy saves and recomputes in one block of a model, or a plan",
     "bench": "memory and speed against jax.checkpoint and plain code",
@@ -27,6 +28,7 @@ COMMANDS = {
 # What a command takes beside its options; also by the option of that name.
 _POSITIONAL = {
     "accept": ("PLAN", "--plan"),
+    "export": ("RUN", "--run-dir"),
     "exposure": ("RUN", "--run-dir"),
     "explain": ("[PLAN]", "--plan"),
 }
@@ -194,6 +196,12 @@ def _accept(argv: Sequence[str]) -> int:
 
     made = run_accept(_parse_with_file(AcceptOptions, "accept", argv))
     return int(any(each.accepted is False for each in made))
+
+
+def _export(argv: Sequence[str]) -> None:
+    from hilore_jax.training.export_command import ExportConfig, run_export
+
+    run_export(_parse(ExportConfig, "export", argv))
 
 
 def _exposure(argv: Sequence[str]) -> None:

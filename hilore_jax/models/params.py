@@ -16,7 +16,7 @@ from hilore_jax.models.decoder import Decoder
 from hilore_jax.models.shapes import tensor_shapes
 from hilore_jax.models.tensors import LazyTensors
 
-_MODULES = {
+MODULES = {
     "attn_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
     **{name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")},
@@ -102,7 +102,7 @@ def from_params(model: Decoder) -> LazyTensors:
 
 def _hf_name(path: TreePath, layer: int) -> str:
     """The name of one layer's part of a stacked leaf ``segments.<i>.<module>.<leaf>``."""
-    return f"model.layers.{layer}.{_MODULES[path[2]]}.{_LEAVES[path[3]]}"
+    return f"model.layers.{layer}.{MODULES[path[2]]}.{_LEAVES[path[3]]}"
 
 
 def _places(

@@ -1,13 +1,16 @@
-"""Checkpoints of the step state through orbax: atomic, the newest few kept, never half-read."""
+"""Checkpoints of the step state in a folder: which there are, and the newest whole one read.
+
+A folder `00000050` holds `state` (orbax's) and `meta.json`, the settings and every file's digest.
+It has that name only when all of it is written: `training.saver`.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
-import shutil
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,54 +19,57 @@ import jax
 
 logger = logging.getLogger("hilore_jax")
 
+UNFINISHED = ".writing-"  # begins the name of a checkpoint that is not whole
 
-def save(
-    folder: Path, step: int, tree: Any, meta: Mapping[str, Any], *, keep_latest: int = 2
-) -> Path:
-    """Writes one checkpoint; it appears under its final name only when it is complete.
 
-    Args:
-        folder: folder of checkpoints, made if needed.
-        step: names the checkpoint; an older one of the same step is replaced.
-        tree: pytree of arrays and PRNG keys.
-        meta: plain JSON values; `meta["fingerprint"]` is compared at restore.
-        keep_latest: older checkpoints than the newest this many are removed.
+def place(folder: Path, step: int) -> Path:
+    """Where a checkpoint lies.
 
-    Returns:
-        The checkpoint's folder.
+    Example:
+        >>> place(Path("run"), 50).name
+        '00000050'
     """
-    import orbax.checkpoint as ocp  # lazily: it takes two seconds
-
-    folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch, final = folder / f".writing-{step}", folder / f"{step:08d}"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(scratch / "state", _named(tree))
-        checkpointer.wait_until_finished()
-    meta = {"step": step, **meta, "sha256": _digests(scratch)}
-    (scratch / "meta.json").write_text(json.dumps(meta, indent=2))
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(scratch, final)
-    for old in steps(folder)[:-keep_latest]:
-        shutil.rmtree(folder / f"{old:08d}")
-    return final
+    return folder / f"{step:08d}"
 
 
 def steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in a folder, ascending."""
     if not folder.is_dir():
         return []
-    return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdecimal())
+    found = [entry.name for entry in folder.iterdir() if re.fullmatch("[0-9]{8,}", entry.name)]
+    return sorted(map(int, found))
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """Checkpoints that are being written, or whose writing was interrupted."""
+    return sorted(folder.glob(f"{UNFINISHED}*"))
 
 
 def newest_meta(folder: Path) -> dict[str, Any]:
     """The plain values of a folder's newest checkpoint; empty where none can be read."""
     for step in reversed(steps(folder)):
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads((folder / f"{step:08d}" / "meta.json").read_text())
+        meta = _meta(place(folder, step))
+        if isinstance(meta, dict):
+            return meta
     return {}
+
+
+def best(folder: Path) -> int | None:
+    """The step of the checkpoint with the highest score, of equal ones the newest.
+
+    Args:
+        folder: folder of checkpoints.
+
+    Returns:
+        The step; None where no checkpoint that can be read has a finite score.
+    """
+    scores = {}
+    for step in steps(folder):
+        meta = _meta(place(folder, step))
+        score = meta.get("score") if isinstance(meta, dict) else None
+        if isinstance(score, int | float) and math.isfinite(score):
+            scores[step] = score
+    return max(scores, key=lambda step: (scores[step], step), default=None)
 
 
 def restore(
@@ -84,24 +90,21 @@ def restore(
         ValueError: the checkpoint is of other settings (each difference is named), or no
             checkpoint of the folder can be read.
     """
-    import orbax.checkpoint as ocp
-
     found = steps(folder)
+    for path in unfinished(folder):
+        logger.warning(
+            "skipped the half-written checkpoint %s: it is being written, or that was interrupted "
+            "(then the next save removes it)",
+            path,
+        )
     for step in reversed(found):
-        path = folder.absolute() / f"{step:08d}"
-        try:
-            meta = json.loads((path / "meta.json").read_text())
-            damaged = _damaged(path, meta["sha256"])
-        except (OSError, json.JSONDecodeError, KeyError) as error:
-            damaged = f"{type(error).__name__}: {error}"
-        # Found here, because orbax may hang or leave threads behind on a file that is cut short.
-        if damaged:
-            logger.warning("skipped the damaged checkpoint %s: %s", path, damaged)
+        path = place(folder.absolute(), step)
+        meta = checked_meta(path)
+        if isinstance(meta, str):
+            logger.warning("skipped the damaged checkpoint %s: %s", path, meta)
             continue
         _check_fingerprint(path, meta.get("fingerprint", {}), fingerprint)
-        with ocp.StandardCheckpointer() as checkpointer:
-            named = checkpointer.restore(path / "state", _named(target, abstract=True))
-        return _unnamed(named, target), meta
+        return read_state(path, target), meta
     if found:
         raise ValueError(
             f"none of the checkpoints {found} in {folder} can be read (see the warnings above); "
@@ -110,19 +113,98 @@ def restore(
     return None
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    digests = {}
+def checked_meta(path: Path) -> dict[str, Any] | str:
+    """A checkpoint's plain values, once every file of it is known to be whole.
+
+    Args:
+        path: a checkpoint's folder.
+
+    Returns:
+        Its `meta.json`, or what is wrong with the checkpoint.
+    """
+    # Found here, because orbax may hang or leave threads behind on a file that is cut short.
+    meta = _meta(path)
+    if isinstance(meta, str):
+        return meta
+    if not isinstance(meta.get("sha256"), dict):
+        return "meta.json lists no digests of the files"
+    try:
+        return _damaged(path, meta["sha256"]) or meta
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def read_state(path: Path, target: Any) -> Any:
+    """The arrays of a checkpoint, each in the sharding of its place in `target`.
+
+    The checkpoint may have been saved from another number of devices.
+
+    Args:
+        path: a checkpoint's folder, found whole.
+        target: pytree of arrays, or of shapes with shardings.
+
+    Returns:
+        The tree of `target`, with the checkpoint's values.
+    """
+    import orbax.checkpoint as ocp  # lazily: it takes two seconds
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(path / "state", named(target, abstract=True))
+    return _unnamed(found, target)
+
+
+def read_shapes(path: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of each array of a checkpoint, by its name there, on the first device."""
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.metadata(path / "state").item_metadata.tree
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+        for name, leaf in tree.items()
+    }
+
+
+def read_some(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Some of a checkpoint's arrays, by the names of `read_shapes`; the others are not read."""
+    import orbax.checkpoint as ocp
+
+    item = dict(wanted)
+    args = ocp.args.PyTreeRestore(
+        item=item,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+        partial_restore=True,
+    )
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(path / "state", args=args)
+
+
+def _meta(path: Path) -> dict[str, Any] | str:
+    """A checkpoint's plain values, or why they cannot be read."""
+    try:
+        meta = json.loads((path / "meta.json").read_text())
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    if not isinstance(meta, dict):
+        return f"meta.json is {str(meta)[:40]!r}, expected an object of names and values"
+    return meta
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The sha256 of every file of a checkpoint but `meta.json`, by its path in the folder."""
+    found = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file() and file.name != "meta.json":
             with file.open("rb") as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            digests[file.relative_to(folder).as_posix()] = digest
-    return digests
+            found[file.relative_to(folder).as_posix()] = digest
+    return found
 
 
 def _damaged(folder: Path, expected: Mapping[str, str]) -> str:
     """What is wrong with a checkpoint's files; empty when nothing is."""
-    found = _digests(folder)
+    found = digests(folder)
     missing = sorted(set(expected) - set(found))
     changed = sorted(name for name in found if found[name] != expected.get(name))
     return "; ".join(
@@ -146,22 +228,23 @@ def _check_fingerprint(path: Path, saved: Mapping[str, Any], wanted: Mapping[str
         )
 
 
-def _named(tree: Any, *, abstract: bool = False) -> dict[str, Any]:
+def named(tree: Any, *, abstract: bool = False) -> dict[str, Any]:
+    """The arrays of a tree as a checkpoint holds them: by path, keys as their bits."""
     # Names from the tree's own paths: another structure then shows as a missing or extra name.
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = {}
+    found = {}
     for path, leaf in leaves:
         if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         if abstract:
             leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-        named[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf
-    return named
+        found[jax.tree_util.keystr(path, simple=True, separator=".")] = leaf
+    return found
 
 
-def _unnamed(named: Mapping[str, Any], target: Any) -> Any:
+def _unnamed(found: Mapping[str, Any], target: Any) -> Any:
     def pick(path, like):
-        leaf = named[jax.tree_util.keystr(path, simple=True, separator=".")]
+        leaf = found[jax.tree_util.keystr(path, simple=True, separator=".")]
         if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
         return leaf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import platform
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from hilore_jax.models.decoder import Decoder
@@ -29,6 +31,7 @@ from hilore_jax.training.metrics import MetricsWriter, Progress
 from hilore_jax.training.minibatch import updates_per_rollout
 from hilore_jax.training.one_update import evaluation, one_update, sample_rollout
 from hilore_jax.training.parts import Parts, check_model, load_parts
+from hilore_jax.training.saver import Saver
 from hilore_jax.training.step import TrainState
 
 _VERSIONS = ("hilore_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -76,6 +79,7 @@ def train(
     Raises:
         ValueError: settings that are wrong, or that differ from the checkpoint's; a prompt that is
             too long, a reward that fails, or a packet that the sync folder does not take.
+        OSError: the last checkpoint could not be written; of those before, a warning is logged.
         FloatingPointError: an update that was not finite, one more in a row than
             `nonfinite_limit`; names the row and position. Here, for a failed reward and for a
             packet, the updates made are kept in a checkpoint.
@@ -108,7 +112,9 @@ def train(
         MetricsWriter(run_dir / "metrics.jsonl", resume_step) as writer,
         contextlib.closing(progress),
         _stop_requests() as requests,
+        Saver(run_dir / "checkpoints", keep_latest=config.keep_checkpoints) as saver,
     ):
+        save = functools.partial(_save, config, learner, name, saver, seen)
         step, per, rollout = start, updates_per_rollout(config), None
         # A rollout is learned from to its end: what sampled it is not in a checkpoint.
         while step < config.updates and not (requests and step % per == 0):
@@ -122,7 +128,7 @@ def train(
                 )
             except (ValueError, FloatingPointError):  # the state is as the last update left it
                 if saved != int(learner.state.step) and step % per == 0:
-                    _save(config, learner, name, step)
+                    save(step)
                 raise
             step += 1
             bad = bad + 1 if metrics["nonfinite"] else 0
@@ -131,7 +137,7 @@ def train(
             except (ValueError, OSError):  # the update itself is done
                 writer.write(metrics)
                 if step % per == 0:
-                    _save(config, learner, name, step)
+                    save(step)
                 raise
             metrics |= evaluation(config, parts, learner, step)
             writer.write(metrics)
@@ -141,9 +147,9 @@ def train(
                 on_update(metrics, batch)
             due = due or bool(config.save_every and step % config.save_every == 0)
             if due and step % per == 0 and saved != int(learner.state.step):
-                saved, due = _save(config, learner, name, step), False
+                saved, due = save(step), False
         if saved != int(learner.state.step):
-            _save(config, learner, name, step)
+            save(step)
     stopped_by = requests[0] if step < config.updates else None
     return Run(learner.graphdef, learner.state, tuple(seen), stopped_by)
 
@@ -183,17 +189,34 @@ def _fingerprint(config: TrainConfig, learner: Learner) -> dict[str, Any]:
     return {**config.fingerprint(), "gradient norm of risks": follows}
 
 
-def _save(config: TrainConfig, learner: Learner, name: str, updates: int) -> int:
-    # The state's own count, so that no checkpoint's name can be wrong; updates that were not finite
-    # moved the run through the data alone.
+def _save(
+    config: TrainConfig,
+    learner: Learner,
+    name: str,
+    saver: Saver,
+    seen: list[dict[str, Any]],
+    updates: int,
+) -> int:
+    """Begins a checkpoint, scored by the last evaluation or the mean reward of the last updates.
+
+    Returns:
+        The state's own count of updates, so that no checkpoint's name can be wrong; updates that
+        were not finite moved the run through the data alone.
+    """
     step = int(learner.state.step)
     position = updates // updates_per_rollout(config) * config.prompts
     meta = {"fingerprint": _fingerprint(config, learner), "data_position": position}
     meta["run"] = name
-    folder = Path(config.run_dir) / "checkpoints"
-    tree = _checkpointed(learner.state)
-    checkpoint.save(folder, step, tree, meta, keep_latest=config.keep_checkpoints)
+    score = _score(seen[-(config.save_every or len(seen)) :])
+    saver.save(step, _checkpointed(learner.state), meta, score=score)
     return step
+
+
+def _score(lines: list[dict[str, Any]]) -> float | None:
+    """How good the policy is by the metrics since about the last checkpoint."""
+    evaluated = [line["eval/reward"] for line in lines if "eval/reward" in line]
+    rewards = evaluated[-1:] or [line["reward"] for line in lines]
+    return float(np.mean(rewards)) if rewards else None
 
 
 def _resume(config: TrainConfig, learner: Learner) -> tuple[int, str]:

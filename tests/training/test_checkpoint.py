@@ -1,5 +1,6 @@
-"""Checkpoints: exact, atomic, pruned; damaged ones are skipped and foreign ones refused."""
+"""Checkpoints: exact; damaged ones are skipped and foreign ones refused."""
 
+import json
 import logging
 import shutil
 
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from hilore_jax.training import checkpoint
+from hilore_jax.training import checkpoint, saver
 
 FINGERPRINT = {"model": "toy", "group": 4, "pair": (1, 2)}
 
@@ -42,10 +43,12 @@ def restored(folder, fingerprint=FINGERPRINT):
     return found
 
 
-def save(folder, *steps, **options):
-    for step in steps:
-        meta = {"fingerprint": FINGERPRINT, "data_position": 3 * step}
-        checkpoint.save(folder, step, make_tree(step), meta, **options)
+def save(folder, *steps, scores=(), **options):
+    scores = dict(zip(steps, scores, strict=False))
+    with saver.Saver(folder, **options) as writer:
+        for step in steps:
+            meta = {"fingerprint": FINGERPRINT, "data_position": 3 * step}
+            writer.save(step, make_tree(step), meta, score=scores.get(step))
 
 
 def test_restores_the_newest_bit_for_bit(tmp_path):
@@ -55,37 +58,43 @@ def test_restores_the_newest_bit_for_bit(tmp_path):
     assert (meta["step"], meta["data_position"]) == (2, 6)
 
 
-def test_keeps_the_newest_few_and_leaves_no_scratch(tmp_path):
-    save(tmp_path, 1, 2, 3, keep_latest=2)
-    assert checkpoint.steps(tmp_path) == [2, 3]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["00000002", "00000003"]
-
-
-def test_saving_a_step_again_replaces_it(tmp_path):
-    save(tmp_path, 1)
-    checkpoint.save(tmp_path, 1, make_tree(7), {"fingerprint": FINGERPRINT})
-    tree, _ = restored(tmp_path)
-    assert_same(tree, make_tree(7))
-
-
 def test_nothing_to_restore(tmp_path):
     assert checkpoint.restore(tmp_path / "none", make_tree(), FINGERPRINT) is None
 
 
-def test_an_interrupted_save_is_invisible(tmp_path, monkeypatch):
+def test_a_half_written_one_is_skipped_with_a_message(tmp_path, caplog):
     save(tmp_path, 1)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint.os, "replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, 2)
-    monkeypatch.undo()
-    tree, _ = restored(tmp_path)
+    (tmp_path / ".writing-2" / "state").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "hilore_jax"):
+        tree, _ = restored(tmp_path)
     assert_same(tree, make_tree(1))
-    save(tmp_path, 2)
-    assert checkpoint.steps(tmp_path) == [1, 2]
+    assert f"skipped the half-written checkpoint {tmp_path / '.writing-2'}" in caplog.text
+    save(tmp_path, 3)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["00000001", "00000003"]
+
+
+@pytest.mark.parametrize(
+    "text", [b"\xff\x00", b"null", b'{"step": 2}'], ids=["bytes", "null", "short"]
+)
+def test_what_is_no_record_of_a_checkpoint_is_skipped(tmp_path, text, caplog):
+    (tmp_path / "00000002").mkdir()
+    (tmp_path / "00000002" / "meta.json").write_bytes(text)
+    with (
+        caplog.at_level(logging.WARNING, "hilore_jax"),
+        pytest.raises(ValueError, match=r"none of the checkpoints \[2\]"),
+    ):
+        checkpoint.restore(tmp_path, make_tree(), FINGERPRINT)
+    assert "skipped the damaged checkpoint" in caplog.text
+    assert checkpoint.best(tmp_path) is None
+
+
+def test_the_best_is_the_newest_of_the_highest_score(tmp_path):
+    assert checkpoint.best(tmp_path) is None
+    for step, score in {1: 0.5, 2: 0.75, 3: 0.75, 4: None, 5: float("nan")}.items():
+        (tmp_path / f"{step:08d}").mkdir()
+        text = json.dumps({"step": step, "score": score})
+        (tmp_path / f"{step:08d}" / "meta.json").write_text(text)
+    assert checkpoint.best(tmp_path) == 3
 
 
 def cut_meta(path):

@@ -122,6 +122,8 @@ def test_a_run_leaves_its_files_and_metrics(whole):
     recorded = json.loads((folder / "versions.json").read_text())
     assert {"python", "jax", "flax", "optax", "device", "policy"} <= set(recorded)
     assert checkpoint.steps(folder / "checkpoints") == [3]
+    score = checkpoint.newest_meta(folder / "checkpoints")["score"]
+    np.testing.assert_allclose(score, np.mean([m["reward"] for m in metrics]))
 
 
 def test_the_first_update_is_recorded_with_what_its_tokens_were_exposed_to(whole, shared):
