@@ -52,7 +52,7 @@ def loss_divisors(
             do not divide, or (concrete) a row longer than `longest`.
 
     Example:
-        >>> import hilore_jax as hl
+        >>> import numpy as np, hilore_jax as hl
         >>> print(hl.grpo.loss_divisors(np.array([1, 3]), "sequence"))
         [2. 6.]
     """

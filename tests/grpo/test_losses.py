@@ -184,8 +184,11 @@ def test_estimates_hold_and_bounds_are_bounds(seed, form, reference):
     divisors = loss_divisors(mask.sum(1), "sequence")
     _, omega = loss_and_coefficients(logp, old, ref, advantages, mask, divisors, **options)
     rows = np.asarray(exposure(omega, mask, per_row=True))
+    # A margin of 0.2 holds every ratio here: exp(0.18) < 1.2, and a mean's exponent is no larger.
+    options["margin"] = 0.2
     found = estimate_exposure(old, ref, advantages, mask, divisors, per_row=True, **options)
     assert (rows <= np.asarray(found.value)).all()
+    del options["margin"]
     # Where a bound is claimed no policy exceeds it.
     far = (old + np.random.default_rng(seed).normal(0, 4, old.shape)).astype("f")
     _, omega = loss_and_coefficients(far, old, ref, advantages, mask, divisors, **options)
